@@ -1,0 +1,7 @@
+"""Gated DeltaNet speculative decoding for MAX: custom ops for CPU and GPU, and the graphs around them."""
+
+from . import ops
+from .geometry import GatedDeltaGeometry
+from .library import kernel_library, overlay
+
+__all__ = ["GatedDeltaGeometry", "kernel_library", "ops", "overlay"]

@@ -1,0 +1,528 @@
+"""The graph ops, with the names and signatures of max.nn.state_space.
+
+Each function adds one op to the current graph and loads the kernel library into it; nothing else
+has to be set up. What can be seen when the graph is built is checked here (devices, dtypes, ranks,
+static dims); offsets, ids and symbolic dims are checked by the op when it runs, before it writes
+anything. Both raise ValueError with the op, the argument, what came and what is needed (TypeError
+for a value of the wrong kind or dtype).
+
+Symbols: N tokens, B rows, L layers, K drafts, nk / nv key / value heads, KD / VD key / value head
+dim, conv_dim = 2 * nk * KD + nv * VD. Any of the dims may be symbolic on the CPU. Row b is tokens
+[input_row_offsets[b], input_row_offsets[b + 1]). An id of 0xFFFFFFFF (or -1) names no row: that row
+touches no pool or ring and its outputs are zero, as are those of tokens of no row. Aliased rows are
+legal; what they write to the row they share is unspecified.
+
+On the CPU all arithmetic is float32. Pools may be float32, bfloat16 or float16; a ring must be
+float32 for the fold to be exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from max.dtype import DType
+from max.graph import (
+    BufferValue,
+    DeviceRef,
+    DimLike,
+    Graph,
+    StaticDim,
+    TensorType,
+    TensorValue,
+    TensorValueLike,
+    ops,
+)
+
+from .geometry import MAX_CONV_WIDTH, MIN_CONV_WIDTH, STATE_DTYPES, GatedDeltaGeometry
+from .library import kernel_library
+
+_WORK_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+
+
+def verify_width_operand(num_draft_tokens: DimLike) -> TensorValue:
+    """The operand that tells an op how many drafts a verify has.
+
+    Only its length is read, so it stays on the host and no device is waited for.
+
+    Args:
+        num_draft_tokens: K, static or a symbolic dim of the graph; 0 means no verify.
+
+    Returns:
+        int64 [K] on the CPU.
+    """
+    zero = ops.constant(0, DType.int64, device=DeviceRef.CPU())
+    return ops.broadcast_to(zero, [num_draft_tokens])
+
+
+def gated_delta_conv1d_fwd(
+    qkv_input_ragged: TensorValueLike,
+    conv_weight: TensorValueLike,
+    conv_state: BufferValue,
+    slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+    *,
+    write_state: bool = True,
+) -> TensorValue:
+    """Causal depthwise conv1d over ragged rows; no bias, no activation.
+
+    out[t, c] = sum over j of conv_weight[c, j] * x[t - (width - 1) + j, c], where x before a row is
+    its slot's window.
+
+    Args:
+        qkv_input_ragged: [N, conv_dim], float32 (bfloat16 and float16 are cast).
+        conv_weight: [conv_dim, width], width 2 to 8, cast likewise.
+        conv_state: [slots, conv_dim, width - 1], oldest input first; changed with write_state.
+        slot_idx: [B], uint32 (other integers are cast).
+        input_row_offsets: [B + 1], uint32, never decreasing, at most N.
+        write_state: Leave the last width - 1 inputs of each row in its window.
+
+    Returns:
+        float32 [N, conv_dim].
+    """
+    return _conv(
+        "gated_delta_conv1d_fwd",
+        qkv_input_ragged,
+        conv_weight,
+        conv_state,
+        slot_idx,
+        input_row_offsets,
+        [],
+        {"write_state": write_state},
+    )
+
+
+def gated_delta_conv1d_verify_fwd(
+    qkv_input_ragged: TensorValueLike,
+    conv_weight: TensorValueLike,
+    conv_state: BufferValue,
+    slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+    verify_width: TensorValue,
+    *,
+    rollback: bool,
+) -> TensorValue:
+    """The conv of a verify: forward over the window, or rollback over the accepted rows.
+
+    With drafts the forward launch only reads conv_state and the rollback launch, over the accepted
+    tokens of each row, writes it. Without drafts the forward launch writes it and the rollback does
+    nothing; its output is zero.
+
+    Args:
+        qkv_input_ragged: As for gated_delta_conv1d_fwd.
+        conv_weight: As for gated_delta_conv1d_fwd.
+        conv_state: As for gated_delta_conv1d_fwd.
+        slot_idx: As for gated_delta_conv1d_fwd.
+        input_row_offsets: As for gated_delta_conv1d_fwd.
+        verify_width: int64 [K] on the CPU, see verify_width_operand.
+        rollback: Which of the two launches this is.
+
+    Returns:
+        float32 [N, conv_dim].
+    """
+    op = "gated_delta_conv1d_verify_fwd"
+    return _conv(
+        op,
+        qkv_input_ragged,
+        conv_weight,
+        conv_state,
+        slot_idx,
+        input_row_offsets,
+        [_verify_width(op, verify_width)],
+        {"rollback": rollback},
+    )
+
+
+def gated_delta_recurrence_fwd(
+    qkv_conv_output: TensorValueLike,
+    decay_per_token: TensorValueLike,
+    beta_per_token: TensorValueLike,
+    recurrent_state: BufferValue,
+    slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+) -> TensorValue:
+    """The plain gated delta rule: each row runs from its slot's state and replaces it.
+
+    Per token and value head, with state S [KD, VD]: S *= decay; f = beta * (v - S^T k / |k|) / |k|;
+    S += k f^T; out = S^T q / (|q| sqrt(KD)). Queries and keys are raw; the norms are rsqrt(sum of
+    squares + 1e-6).
+
+    Args:
+        qkv_conv_output: [N, conv_dim]: queries, keys, values, head-major; float32 (bfloat16 and
+            float16 are cast). Value head h reads key head h // (nv / nk).
+        decay_per_token: [N, nv], already exponentiated; cast likewise.
+        beta_per_token: [N, nv], already a sigmoid; cast likewise.
+        recurrent_state: [slots, nv, KD, VD]; the state of each row with tokens is replaced.
+        slot_idx: [B], uint32 (other integers are cast).
+        input_row_offsets: [B + 1], uint32, never decreasing, at most N.
+
+    Returns:
+        float32 [N, nv * VD].
+    """
+    op = "gated_delta_recurrence_fwd"
+    device = _pool_device(op, "recurrent_state", recurrent_state, 4)
+    qkv, decay, beta, slots, offsets = _recurrence_operands(
+        op,
+        device,
+        qkv_conv_output,
+        decay_per_token,
+        beta_per_token,
+        recurrent_state,
+        slot_idx,
+        input_row_offsets,
+    )
+    return _add(
+        op,
+        device,
+        [qkv, decay, beta, recurrent_state, slots, offsets],
+        _recurrence_output(qkv, recurrent_state, device),
+    )[0].tensor
+
+
+def gated_delta_recurrence_verify_ring_fwd(
+    qkv_conv_output: TensorValueLike,
+    decay_per_token: TensorValueLike,
+    beta_per_token: TensorValueLike,
+    recurrent_state: BufferValue,
+    ring: BufferValue,
+    slot_idx: TensorValueLike,
+    ring_slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+    verify_width: TensorValue,
+) -> TensorValue:
+    """The recurrence over a window of drafts that leaves the state alone and fills the ring.
+
+    Outputs are those of gated_delta_recurrence_fwd bit for bit. Without drafts (K = 0) it is that
+    op, and the ring is not looked at. With drafts each token leaves its record at
+    ring[ring_slot_idx[b], key head, position in the row], except in a row longer than the ring (a
+    prefill row), which records nothing and replaces its state.
+
+    Args:
+        qkv_conv_output: As for gated_delta_recurrence_fwd.
+        decay_per_token: As for gated_delta_recurrence_fwd.
+        beta_per_token: As for gated_delta_recurrence_fwd.
+        recurrent_state: [slots, nv, KD, VD]; changed only at K = 0 and by rows longer than the
+            ring.
+        ring: [ring rows, nk, ring length > K, record stride >= KD + nv / nk * (VD + 1)]; changed.
+            float32; bfloat16 and float16 are taken, and make the fold inexact.
+        slot_idx: [B], uint32 (other integers are cast).
+        ring_slot_idx: [B], uint32 (other integers are cast).
+        input_row_offsets: [B + 1], uint32, never decreasing, at most N.
+        verify_width: int64 [K] on the CPU, see verify_width_operand.
+
+    Returns:
+        float32 [N, nv * VD].
+    """
+    op = "gated_delta_recurrence_verify_ring_fwd"
+    device = _pool_device(op, "recurrent_state", recurrent_state, 4)
+    qkv, decay, beta, slots, offsets = _recurrence_operands(
+        op,
+        device,
+        qkv_conv_output,
+        decay_per_token,
+        beta_per_token,
+        recurrent_state,
+        slot_idx,
+        input_row_offsets,
+    )
+    _require_device(op, "ring", _pool_device(op, "ring", ring, 4), device)
+    ring_slots = _ids(op, "ring_slot_idx", ring_slot_idx, 1, device)
+    width = _verify_width(op, verify_width)
+    if _static(width.shape[0]) != 0:
+        _require_dim(
+            op, "ring_slot_idx", ring_slots, 0, _static(slots.shape[0]), "the rows of slot_idx"
+        )
+        _check_ring(op, ring, _heads(op, qkv, recurrent_state), width)
+    return _add(
+        op,
+        device,
+        [qkv, decay, beta, recurrent_state, ring, slots, ring_slots, offsets, width],
+        _recurrence_output(qkv, recurrent_state, device),
+    )[0].tensor
+
+
+def gated_delta_state_fold(
+    recurrent_state: BufferValue,
+    ring: BufferValue,
+    row_ids: TensorValueLike,
+    ring_row_ids: TensorValueLike,
+    num_accepted: TensorValueLike,
+    verify_width: TensorValue,
+) -> None:
+    """Folds accepted records into the state of every layer in one launch.
+
+    S = S * decay + k f^T for the first num_accepted[b] records of row b, in order: with a float32
+    ring bit for bit what the plain recurrence over those tokens would have left. Without drafts it
+    does nothing.
+
+    Args:
+        recurrent_state: [rows, nv, KD, VD] of all layers; changed.
+        ring: [ring rows, nk, ring length > K, record stride]; only read, but mutable so that the
+            graph
+            runs the fold after the verify that filled it.
+        row_ids: [L, B], uint32 (other integers are cast): the state of row b in each layer.
+        ring_row_ids: [L, B], likewise in the ring.
+        num_accepted: [B], likewise: window rows to keep, 1 + accepted drafts. A row with 0, or with
+            more than the ring length (it committed itself), is neither read nor written. A count
+            above what the verify recorded folds whatever the ring holds.
+        verify_width: int64 [K] on the CPU, see verify_width_operand.
+    """
+    op = "gated_delta_state_fold"
+    device = _pool_device(op, "recurrent_state", recurrent_state, 4)
+    _require_device(op, "ring", _pool_device(op, "ring", ring, 4), device)
+    rows = _ids(op, "row_ids", row_ids, 2, device)
+    ring_rows = _ids(op, "ring_row_ids", ring_row_ids, 2, device)
+    accepted = _ids(op, "num_accepted", num_accepted, 1, device)
+    width = _verify_width(op, verify_width)
+    if _static(width.shape[0]) != 0:
+        batch = _static(accepted.shape[0])
+        layers = _static(rows.shape[0])
+        _require_dim(op, "row_ids", rows, 1, batch, "the rows of num_accepted")
+        _require_dim(op, "ring_row_ids", ring_rows, 0, layers, "the layers of row_ids")
+        _require_dim(op, "ring_row_ids", ring_rows, 1, batch, "the rows of num_accepted")
+        _check_fold(op, recurrent_state, ring, width)
+    _add(op, device, [recurrent_state, ring, rows, ring_rows, accepted, width], None)
+
+
+def _add(
+    op: str,
+    device: DeviceRef,
+    values: Sequence[TensorValue | BufferValue],
+    output: TensorType | None,
+    parameters: dict[str, Any] | None = None,
+) -> list[Any]:
+    if not device.is_cpu():
+        raise NotImplementedError(f"{op}: on {device}; the GPU kernels are not in this version yet")
+    graph = Graph.current
+    # A graph made without the library would fall back on MAX's GPU-only op of the same name.
+    if kernel_library() not in graph.kernel_libraries_paths:
+        graph._import_kernels([kernel_library()])
+    return ops.inplace_custom(op, device, values, None if output is None else [output], parameters)
+
+
+def _conv(
+    op: str,
+    qkv_input_ragged: TensorValueLike,
+    conv_weight: TensorValueLike,
+    conv_state: BufferValue,
+    slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+    extra: list[TensorValue],
+    parameters: dict[str, Any],
+) -> TensorValue:
+    device = _pool_device(op, "conv_state", conv_state, 3)
+    qkv = _work(op, "qkv_input_ragged", qkv_input_ragged, device)
+    weight = _work(op, "conv_weight", conv_weight, device)
+    slots, offsets = _rows(op, slot_idx, input_row_offsets, device)
+    channels = _static(qkv.shape[1])
+    width = _static(weight.shape[1])
+    _require_dim(op, "conv_weight", weight, 0, channels, "the channels of qkv_input_ragged")
+    _require_dim(op, "conv_state", conv_state, 1, channels, "the channels of qkv_input_ragged")
+    if width is not None:
+        if not MIN_CONV_WIDTH <= width <= MAX_CONV_WIDTH:
+            _fail(
+                op,
+                "conv_weight",
+                f"has width {width}",
+                f"a conv width of {MIN_CONV_WIDTH} to {MAX_CONV_WIDTH} as dim 1",
+            )
+        _require_dim(op, "conv_state", conv_state, 2, width - 1, "the conv width - 1")
+    return _add(
+        op,
+        device,
+        [qkv, weight, conv_state, slots, offsets, *extra],
+        TensorType(DType.float32, qkv.shape, device),
+        parameters,
+    )[0].tensor
+
+
+def _recurrence_operands(
+    op: str,
+    device: DeviceRef,
+    qkv_conv_output: TensorValueLike,
+    decay_per_token: TensorValueLike,
+    beta_per_token: TensorValueLike,
+    recurrent_state: BufferValue,
+    slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+) -> tuple[TensorValue, TensorValue, TensorValue, TensorValue, TensorValue]:
+    qkv = _work(op, "qkv_conv_output", qkv_conv_output, device)
+    decay = _work(op, "decay_per_token", decay_per_token, device)
+    beta = _work(op, "beta_per_token", beta_per_token, device)
+    slots, offsets = _rows(op, slot_idx, input_row_offsets, device)
+    tokens = _static(qkv.shape[0])
+    heads = _static(recurrent_state.shape[1])
+    for name, value in (("decay_per_token", decay), ("beta_per_token", beta)):
+        _require_dim(op, name, value, 0, tokens, "the tokens of qkv_conv_output")
+        _require_dim(op, name, value, 1, heads, "the value heads of recurrent_state")
+    _heads(op, qkv, recurrent_state)
+    return qkv, decay, beta, slots, offsets
+
+
+def _recurrence_output(
+    qkv: TensorValue, recurrent_state: BufferValue, device: DeviceRef
+) -> TensorType:
+    _, heads, _, value_head_dim = recurrent_state.shape
+    return TensorType(DType.float32, [qkv.shape[0], heads * value_head_dim], device)
+
+
+def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDeltaGeometry | None:
+    """The heads that the channels and the pool agree on, or None if a dim is symbolic."""
+    channels = _static(qkv.shape[1])
+    nv, KD, VD = (_static(dim) for dim in recurrent_state.shape[1:])
+    if channels is None or nv is None or KD is None or VD is None:
+        return None
+    if min(nv, KD, VD) < 1:
+        _fail(
+            op,
+            "recurrent_state",
+            f"has shape {recurrent_state.shape}",
+            "[slots, value heads, key head dim, value head dim] with every head dim at least 1",
+        )
+    nk, rest = divmod(channels - nv * VD, 2 * KD)
+    if nk < 1 or rest:
+        _fail(
+            op,
+            "qkv_conv_output",
+            f"has {channels} channels",
+            f"2 * key heads * {KD} + {nv} * {VD} for a whole number of key heads, as recurrent_state "
+            f"{recurrent_state.shape} has it",
+        )
+    if nv % nk:
+        _fail(
+            op,
+            "recurrent_state",
+            f"has {nv} value heads for the {nk} key heads of qkv_conv_output",
+            "a multiple of the key heads",
+        )
+    return GatedDeltaGeometry(nk, nv, KD, VD)
+
+
+def _check_ring(
+    op: str, ring: BufferValue, heads: GatedDeltaGeometry | None, width: TensorValue
+) -> None:
+    ring_len, stride, drafts = (_static(d) for d in (*ring.shape[2:], width.shape[0]))
+    if heads is not None:
+        _require_dim(op, "ring", ring, 1, heads.num_key_heads, "the key heads")
+        if stride is not None and stride < heads.record_elements:
+            _fail(
+                op,
+                "ring",
+                f"has record stride {stride}",
+                f"at least {heads.record_elements} = key head dim + group * (value head dim + 1)",
+            )
+    if ring_len is not None and drafts is not None and drafts + 1 > ring_len:
+        _fail(op, "ring", f"has length {ring_len}", f"at least verify_width + 1 = {drafts + 1}")
+
+
+def _check_fold(
+    op: str, recurrent_state: BufferValue, ring: BufferValue, width: TensorValue
+) -> None:
+    nv, KD, VD = (_static(dim) for dim in recurrent_state.shape[1:])
+    nk = _static(ring.shape[1])
+    heads = None
+    if nv is not None and nk is not None:
+        if nk < 1 or nv % nk:
+            _fail(
+                op,
+                "ring",
+                f"has {nk} key heads for the {nv} value heads of recurrent_state",
+                "a number of key heads that divides the value heads",
+            )
+        if KD is not None and VD is not None:
+            heads = GatedDeltaGeometry(nk, nv, KD, VD)
+    _check_ring(op, ring, heads, width)
+
+
+def _rows(
+    op: str, slot_idx: TensorValueLike, input_row_offsets: TensorValueLike, device: DeviceRef
+) -> tuple[TensorValue, TensorValue]:
+    slots = _ids(op, "slot_idx", slot_idx, 1, device)
+    offsets = _ids(op, "input_row_offsets", input_row_offsets, 1, device)
+    rows = _static(slots.shape[0])
+    _require_dim(
+        op,
+        "input_row_offsets",
+        offsets,
+        0,
+        None if rows is None else rows + 1,
+        "one more than the rows of slot_idx",
+    )
+    return slots, offsets
+
+
+def _verify_width(op: str, value: TensorValue) -> TensorValue:
+    width = _tensor(op, "verify_width", value, 1)
+    if width.dtype != DType.int64:
+        raise TypeError(
+            f"{op}: verify_width has dtype {width.dtype.name}; need int64, see verify_width_operand"
+        )
+    _require_device(op, "verify_width", width.device, DeviceRef.CPU())
+    return width
+
+
+def _ids(op: str, name: str, value: TensorValueLike, rank: int, device: DeviceRef) -> TensorValue:
+    tensor = _tensor(op, name, value, rank)
+    if not tensor.dtype.is_integral():
+        raise TypeError(
+            f"{op}: {name} has dtype {tensor.dtype.name}; need uint32 or another integer"
+        )
+    _require_device(op, name, tensor.device, device)
+    return tensor if tensor.dtype == DType.uint32 else ops.cast(tensor, DType.uint32)
+
+
+def _work(op: str, name: str, value: TensorValueLike, device: DeviceRef) -> TensorValue:
+    tensor = _tensor(op, name, value, 2)
+    if tensor.dtype not in _WORK_DTYPES:
+        raise TypeError(
+            f"{op}: {name} has dtype {tensor.dtype.name}; need float32, bfloat16 or float16"
+        )
+    _require_device(op, name, tensor.device, device)
+    return tensor if tensor.dtype == DType.float32 else ops.cast(tensor, DType.float32)
+
+
+def _tensor(op: str, name: str, value: TensorValueLike, rank: int) -> TensorValue:
+    if isinstance(value, BufferValue):
+        raise TypeError(f"{op}: {name} is a buffer; need a tensor, as buffer[...] gives it")
+    try:
+        tensor = TensorValue(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{op}: {name} is {value!r}; need a tensor") from error
+    if tensor.rank != rank:
+        _fail(op, name, f"has shape {tensor.shape}", f"rank {rank}")
+    return tensor
+
+
+def _pool_device(op: str, name: str, value: BufferValue, rank: int) -> DeviceRef:
+    if not isinstance(value, BufferValue):
+        raise TypeError(
+            f"{op}: {name} is a {type(value).__name__}; need a buffer (BufferType), since it is changed"
+        )
+    if value.dtype not in STATE_DTYPES:
+        raise TypeError(
+            f"{op}: {name} has dtype {value.dtype.name}; need float32, bfloat16 or float16"
+        )
+    if value.rank != rank:
+        _fail(op, name, f"has shape {value.shape}", f"rank {rank}")
+    return value.device
+
+
+def _require_device(op: str, name: str, got: DeviceRef, need: DeviceRef) -> None:
+    if got != need:
+        _fail(op, name, f"is on {got}", f"{need}: move it there with .to(device)")
+
+
+def _require_dim(
+    op: str, name: str, value: TensorValue | BufferValue, axis: int, need: int | None, why: str
+) -> None:
+    got = _static(value.shape[axis])
+    if got is not None and need is not None and got != need:
+        _fail(op, name, f"has shape {value.shape}", f"{need}, {why}, as dim {axis}")
+
+
+def _static(dim: Any) -> int | None:
+    return int(dim) if isinstance(dim, StaticDim) else None
+
+
+def _fail(op: str, name: str, got: str, need: str) -> None:
+    raise ValueError(f"{op}: {name} {got}; need {need}")

@@ -1,0 +1,7 @@
+"""Gated DeltaNet ops for MAX: importing this package registers every op of ops.mojo.
+
+ops.mojo checks the operands (checks.mojo) and dispatches to cpu/ or gpu/; ring.mojo is the
+layout of a ring record.
+"""
+
+from .ops import *

@@ -1,0 +1,1 @@
+"""The ops on the CPU, on MAX's own thread pool."""

@@ -1,0 +1,474 @@
+"""The gated delta rule on the CPU: the plain recurrence and the verify over a ring, one token step for both.
+
+Value columns of a state are independent, and each sum over key rows runs in ascending order with one
+fma a row and one accumulator a column. So the bits depend on no tile width, vector width, window
+length, thread count or other row.
+
+A window of two or more tokens works on a tile of two vectors of columns that stays in L1:
+
+    first pass   tile = S * d[0];                         kv[0] += tile * k[0]
+    pass t       x = tile + k[t] * f[t];  out[t] += x * q[t];
+                 tile = x * d[t+1];                       kv[t+1] += tile * k[t+1]
+    last pass    x = tile + k * f;        out += x * q;   S = x (plain only)
+
+Readout of a token and kv of the next share a pass, and the tile is kept already decayed, so a token
+costs four multiply-add slots a state element. One token alone runs over whole rows in memory order
+instead, and recomputes S * d rather than storing it. The bytes of the head that comes next are
+prefetched meanwhile, one line a row: more at once would stall the passes.
+"""
+
+from std.math import fma, rsqrt, sqrt
+from std.memory import alloc
+
+from ..checks import HeadGeometry, PADDING
+from ..ring import RecordLayout
+from .schedule import chunk_count, parts_per_item, run_chunks
+from .vector import (
+    copy,
+    dot,
+    F32,
+    fill_zero,
+    into_l2,
+    LINE,
+    load,
+    P,
+    splat,
+    store,
+    untracked,
+    Vector,
+    W,
+)
+
+comptime EPS = Float32(1e-6)
+# Bytes of a tile: well inside a 32 KB L1, beside the keys and queries of a window.
+comptime TILE_BYTES = 24 * 1024
+# Vectors of a row held at once (kv, then delta factors and readout): as the registers allow.
+comptime ROW_VECTORS = 8 if W >= 16 else 4
+
+
+struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
+    """One row's tokens as one value head sees them."""
+
+    var S: P[Self.state]
+    var q: P[Self.work]
+    var k: P[Self.work]
+    var v: P[Self.work]
+    var qkv_stride: Int
+    var decay: P[Self.work]
+    var beta: P[Self.work]
+    var gate_stride: Int
+    var kinv: P[F32]
+    var qf: P[F32]
+    var out: P[Self.work]
+    var out_stride: Int
+    var factors: P[Self.ring]  # the head's delta factors in the row's first record
+    var record_stride: Int
+    var T: Int
+    var KD: Int
+    var VD: Int
+    var next: P[Self.state]  # the state that this chunk reads after this one
+
+    @always_inline
+    def __init__(
+        out self,
+        S: P[Self.state],
+        q: P[Self.work],
+        k: P[Self.work],
+        v: P[Self.work],
+        qkv_stride: Int,
+        decay: P[Self.work],
+        beta: P[Self.work],
+        gate_stride: Int,
+        kinv: P[F32],
+        qf: P[F32],
+        out_: P[Self.work],
+        out_stride: Int,
+        factors: P[Self.ring],
+        record_stride: Int,
+        T: Int,
+        KD: Int,
+        VD: Int,
+        next: P[Self.state],
+    ):
+        self.S = S
+        self.q = q
+        self.k = k
+        self.v = v
+        self.qkv_stride = qkv_stride
+        self.decay = decay
+        self.beta = beta
+        self.gate_stride = gate_stride
+        self.kinv = kinv
+        self.qf = qf
+        self.out = out_
+        self.out_stride = out_stride
+        self.factors = factors
+        self.record_stride = record_stride
+        self.T = T
+        self.KD = KD
+        self.VD = VD
+        self.next = next
+
+
+def norms[
+    dtype: DType
+](q: P[dtype], k: P[dtype], stride: Int, T: Int, KD: Int, kinv: P[F32], qf: P[F32]):
+    """kinv = rsqrt(k.k + eps) and qf = rsqrt(q.q + eps) / sqrt(KD) of each token."""
+    var root = sqrt(Float32(KD))
+    for t in range(T):
+        var kt = k + t * stride
+        var qt = q + t * stride
+        kinv[unsafe_offset=t] = rsqrt(dot(kt, kt, KD) + EPS)
+        qf[unsafe_offset=t] = rsqrt(dot(qt, qt, KD) + EPS) / root
+
+
+@always_inline
+def delta_factors[
+    work: DType, state: DType, ring: DType, NV: Int, partial: Bool, record: Bool
+](
+    w: Window[work, state, ring], t: Int, c: Int, n: Int, kv: Array[Vector, NV]
+) -> Array[Vector, NV]:
+    """f = beta * (v - kv * kinv) * kinv of token t on columns [c, c + n); recorded if asked."""
+    var kinv = w.kinv[unsafe_offset=t]
+    var beta = Float32(w.beta[unsafe_offset=t * w.gate_stride])
+    var f = Array[Vector, NV](fill=Vector(0))
+    comptime for j in range(NV):
+        comptime tail = partial and j == NV - 1
+        var v = load[partial=tail](w.v + t * w.qkv_stride + c + j * W, n - j * W)
+        f[j] = (beta * fma(-kv[j], Vector(kinv), v)) * kinv
+        comptime if record:
+            store[partial=tail](w.factors + t * w.record_stride + c + j * W, f[j], n - j * W)
+    return f^
+
+
+@always_inline
+def put_out[
+    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
+](w: Window[work, state, ring], t: Int, c: Int, n: Int, sums: Array[Vector, NV]):
+    var qf = w.qf[unsafe_offset=t]
+    comptime for j in range(NV):
+        store[partial=partial and j == NV - 1](
+            w.out + t * w.out_stride + c + j * W, sums[j] * qf, n - j * W
+        )
+
+
+def window_on_tile[
+    work: DType, state: DType, ring: DType, NV: Int, partial: Bool, write: Bool, record: Bool
+](w: Window[work, state, ring], c: Int, n: Int, tile: P[F32], next: P[state]):
+    """Runs two or more tokens on columns [c, c + n), n <= NV * W, and prefetches from next on."""
+    comptime TW = NV * W
+    comptime LINES_PER_ROW = max(TW // LINE[state], 1)
+    var KD = w.KD
+    var VD = w.VD
+    var pf = next
+
+    var kv = Array[Vector, NV](fill=Vector(0))
+    var d = splat(w.decay, 0)
+    var k = w.k
+    var sp = w.S + c
+    var tp = tile
+    for r in range(KD):
+        var kr = splat(k, r)
+        comptime for j in range(NV):
+            var s = load[partial=partial and j == NV - 1](sp + j * W, n - j * W) * d
+            tp.store(j * W, s)
+            kv[j] = fma(s, kr, kv[j])
+        sp += VD
+        tp += TW
+
+    for t in range(w.T - 1):
+        var f = delta_factors[partial=partial, record=record](w, t, c, n, kv)
+        var out = Array[Vector, NV](fill=Vector(0))
+        kv = Array[Vector, NV](fill=Vector(0))
+        k = w.k + t * w.qkv_stride
+        var k_next = k + w.qkv_stride
+        var q = w.q + t * w.qkv_stride
+        d = splat(w.decay, (t + 1) * w.gate_stride)
+        tp = tile
+
+        @always_inline
+        def step(r: Int) {imm k, imm k_next, imm q, imm d, imm f, mut out, mut kv, mut tp}:
+            var kr = splat(k, r)
+            var knr = splat(k_next, r)
+            var qr = splat(q, r)
+            comptime for j in range(NV):
+                var x = fma(kr, f[j], tp.load[width=W](j * W))
+                out[j] = fma(x, qr, out[j])
+                var s = x * d
+                tp.store(j * W, s)
+                kv[j] = fma(s, knr, kv[j])
+            tp += TW
+
+        if t < LINES_PER_ROW:
+            for r in range(KD):
+                into_l2(pf)
+                pf += LINE[state]
+                step(r)
+        else:
+            for r in range(KD):
+                step(r)
+        put_out[partial=partial](w, t, c, n, out)
+
+    var t = w.T - 1
+    var f = delta_factors[partial=partial, record=record](w, t, c, n, kv)
+    var out = Array[Vector, NV](fill=Vector(0))
+    k = w.k + t * w.qkv_stride
+    var q = w.q + t * w.qkv_stride
+    sp = w.S + c
+    tp = tile
+
+    @always_inline
+    def last_step(r: Int) {imm k, imm q, imm f, imm VD, imm n, mut out, mut sp, mut tp}:
+        var kr = splat(k, r)
+        var qr = splat(q, r)
+        comptime for j in range(NV):
+            var x = fma(kr, f[j], tp.load[width=W](j * W))
+            out[j] = fma(x, qr, out[j])
+            comptime if write:
+                store[partial=partial and j == NV - 1](sp + j * W, x, n - j * W)
+        sp += VD
+        tp += TW
+
+    if t < LINES_PER_ROW:
+        for r in range(KD):
+            into_l2(pf)
+            pf += LINE[state]
+            last_step(r)
+    else:
+        for r in range(KD):
+            last_step(r)
+    put_out[partial=partial](w, t, c, n, out)
+
+
+def token_on_rows[
+    work: DType, state: DType, ring: DType, NV: Int, partial: Bool, write: Bool, record: Bool
+](w: Window[work, state, ring], c: Int, n: Int, next: P[state]):
+    """Runs one token on columns [c, c + n), rows in memory order; same bits as the tile."""
+    comptime LINES_PER_ROW = max(NV * W // LINE[state], 1)
+    comptime IN_KV_PASS = LINES_PER_ROW // 2
+    comptime IN_UPDATE_PASS = LINES_PER_ROW - IN_KV_PASS
+    var d = splat(w.decay, 0)
+    var kv = Array[Vector, NV](fill=Vector(0))
+    var sp = w.S + c
+    var pf = next
+    for r in range(w.KD):
+        var kr = splat(w.k, r)
+        comptime for j in range(NV):
+            var s = load[partial=partial and j == NV - 1](sp + j * W, n - j * W) * d
+            kv[j] = fma(s, kr, kv[j])
+        comptime for i in range(IN_KV_PASS):
+            into_l2(pf + i * LINE[state])
+        pf += IN_KV_PASS * LINE[state]
+        sp += w.VD
+    var f = delta_factors[partial=partial, record=record](w, 0, c, n, kv)
+    var out = Array[Vector, NV](fill=Vector(0))
+    sp = w.S + c
+    for r in range(w.KD):
+        var kr = splat(w.k, r)
+        var qr = splat(w.q, r)
+        comptime for j in range(NV):
+            comptime tail = partial and j == NV - 1
+            var s = load[partial=tail](sp + j * W, n - j * W) * d
+            var x = fma(kr, f[j], s)
+            out[j] = fma(x, qr, out[j])
+            comptime if write:
+                store[partial=tail](sp + j * W, x, n - j * W)
+        comptime for i in range(IN_UPDATE_PASS):
+            into_l2(pf + i * LINE[state])
+        pf += IN_UPDATE_PASS * LINE[state]
+        sp += w.VD
+    put_out[partial=partial](w, 0, c, n, out)
+
+
+def window_on_columns[
+    work: DType, state: DType, ring: DType, write: Bool, record: Bool
+](w: Window[work, state, ring], c0: Int, c1: Int, tile: P[F32]):
+    """Runs the window on columns [c0, c1), in pieces as wide as the registers and L1 allow."""
+    var c = c0
+    if w.T == 1:
+        comptime for NV in [ROW_VECTORS, 4, 2, 1]:
+            while c1 - c >= NV * W:
+                token_on_rows[NV=NV, partial=False, write=write, record=record](
+                    w, c, NV * W, w.next + c * w.KD
+                )
+                c += NV * W
+        if c < c1:
+            token_on_rows[NV=1, partial=True, write=write, record=record](
+                w, c, c1 - c, w.next + c * w.KD
+            )
+        return
+    if w.KD * 2 * W * 4 <= TILE_BYTES:
+        while c1 - c >= 2 * W:
+            window_on_tile[NV=2, partial=False, write=write, record=record](
+                w, c, 2 * W, tile, w.next + c * w.KD
+            )
+            c += 2 * W
+        if c1 - c > W:
+            window_on_tile[NV=2, partial=True, write=write, record=record](
+                w, c, c1 - c, tile, w.next + c * w.KD
+            )
+            return
+    while c1 - c >= W:
+        window_on_tile[NV=1, partial=False, write=write, record=record](
+            w, c, W, tile, w.next + c * w.KD
+        )
+        c += W
+    if c < c1:
+        window_on_tile[NV=1, partial=True, write=write, record=record](
+            w, c, c1 - c, tile, w.next + c * w.KD
+        )
+
+
+def recurrence[
+    work: DType, state: DType, ring: DType
+](
+    geometry: HeadGeometry,
+    out_: P[work],
+    qkv: P[work],
+    decay: P[work],
+    beta: P[work],
+    pool: P[state],
+    slot_idx: P[DType.uint32],
+    offsets: P[DType.uint32],
+    batch_size: Int,
+    num_tokens: Int,
+    ring_records: P[ring],
+    ring_slot_idx: P[DType.uint32],
+    ring_len: Int,
+    record_stride: Int,
+):
+    """Runs every row on every value head.
+
+    A row of at most ring_len tokens leaves its records in the ring and its state in the pool
+    untouched; a longer row writes its final state and no record. ring_len 0 is therefore the
+    plain recurrence, and reads neither ring nor ring ids.
+
+    The operands are as contract and checks.mojo have them, checked already.
+    """
+    var nk = geometry.num_key_heads
+    var nv = geometry.num_value_heads
+    var KD = geometry.key_head_dim
+    var VD = geometry.value_head_dim
+    var group = geometry.group()
+    var key_dim = nk * KD
+    var conv_dim = geometry.conv_dim()
+    var value_dim = nv * VD
+    var layout = RecordLayout(KD, VD, group)
+
+    @always_inline
+    def tokens_of(b: Int) {imm} -> Int:
+        return Int(offsets[unsafe_offset=b + 1]) - Int(offsets[unsafe_offset=b])
+
+    @always_inline
+    def takes_part(b: Int, T: Int) {imm} -> Bool:
+        if T == 0 or slot_idx[unsafe_offset=b] == PADDING:
+            return False
+        return T > ring_len or ring_slot_idx[unsafe_offset=b] != PADDING
+
+    # A row costs its tokens and one pass more, over the state.
+    var longest = 0
+    var row_costs = 0
+    var active_rows = 0
+    var covered = 0
+    for b in range(batch_size):
+        var start = Int(offsets[unsafe_offset=b])
+        var T = tokens_of(b)
+        if start > covered:
+            fill_zero(out_ + covered * value_dim, (start - covered) * value_dim)
+        covered = start + T
+        if takes_part(b, T):
+            longest = max(longest, T)
+            row_costs += T + 1
+            active_rows += 1
+        else:
+            fill_zero(out_ + start * value_dim, T * value_dim)
+    fill_zero(out_ + covered * value_dim, (num_tokens - covered) * value_dim)
+    if active_rows == 0:
+        return
+
+    # A unit is some columns of one (row, value head): all of them, unless heads are scarce.
+    var parts = parts_per_item(active_rows * nv, (VD + 2 * W - 1) // (2 * W))
+    var part_columns = ((VD + parts - 1) // parts + 2 * W - 1) // (2 * W) * (2 * W)
+    parts = (VD + part_columns - 1) // part_columns
+    var units = nv * parts
+    var total = row_costs * units
+    var chunks = chunk_count(total // parts * KD * VD, active_rows * units)
+
+    def chunk(i: Int) {imm} -> None:
+        """Runs the units whose first cost mark lies in [i, i + 1) of the chunks' shares."""
+        var first = total * i // chunks
+        var last = total * (i + 1) // chunks
+        var tile = alloc[Float32](KD * 2 * W + 2 * longest, alignment=64)
+        var kinv = tile + KD * 2 * W
+        var qf = kinv + longest
+        var mark = 0
+        for b in range(batch_size):
+            var T = tokens_of(b)
+            if not takes_part(b, T):
+                continue
+            var cost = T + 1
+            var begin = max((first - mark + cost - 1) // cost, 0)
+            var end = min((last - mark + cost - 1) // cost, units)
+            mark += cost * units
+            if begin >= end:
+                continue
+            var start = Int(offsets[unsafe_offset=b])
+            var slot = Int(slot_idx[unsafe_offset=b])
+            var records = T <= ring_len
+            var normed_head = -1
+            for unit in range(begin, end):
+                var h = unit // parts
+                var part = unit % parts
+                var kh = h // group
+                var g = h % group
+                var q = qkv + start * conv_dim + kh * KD
+                var k = q + key_dim
+                var S = pool + (slot * nv + h) * KD * VD
+                var next = S
+                if unit + 1 < end:
+                    next = pool + (slot * nv + (unit + 1) // parts) * KD * VD
+                elif b + 1 < batch_size and takes_part(b + 1, tokens_of(b + 1)):
+                    next = pool + Int(slot_idx[unsafe_offset=b + 1]) * nv * KD * VD
+                if kh != normed_head:
+                    norms(q, k, conv_dim, T, KD, kinv, qf)
+                    normed_head = kh
+                var record = ring_records
+                if records:
+                    var ring_row = Int(ring_slot_idx[unsafe_offset=b])
+                    record = ring_records + (ring_row * nk + kh) * ring_len * record_stride
+                var w = Window[work, state, ring](
+                    S,
+                    q,
+                    k,
+                    qkv + start * conv_dim + 2 * key_dim + h * VD,
+                    conv_dim,
+                    decay + start * nv + h,
+                    beta + start * nv + h,
+                    nv,
+                    kinv,
+                    qf,
+                    out_ + start * value_dim + h * VD,
+                    value_dim,
+                    record + layout.delta_factor(g),
+                    record_stride,
+                    T,
+                    KD,
+                    VD,
+                    next,
+                )
+                var c0 = part * part_columns
+                var c1 = min(c0 + part_columns, VD)
+                if records:
+                    if part == 0:
+                        for t in range(T):
+                            if g == 0:
+                                copy(record + t * record_stride, k + t * conv_dim, KD)
+                            record[unsafe_offset=t * record_stride + layout.decay(g)] = Scalar[
+                                ring
+                            ](w.decay[unsafe_offset=t * nv])
+                    window_on_columns[write=False, record=True](w, c0, c1, tile)
+                else:
+                    window_on_columns[write=True, record=False](w, c0, c1, tile)
+        tile.unsafe_free()
+
+    run_chunks(chunk, chunks)

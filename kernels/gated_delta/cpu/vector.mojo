@@ -1,0 +1,87 @@
+"""Vectors of float32 over pools of any dtype, and the two sums that every op shares.
+
+Every sum over key rows or channels is spelled here or as an explicit `fma`: the compiler may
+contract a plain `a * b + c` in one caller and not in another, and the plain op, the verify and
+the fold must give the same bits.
+"""
+
+from std.math import fma, iota
+from std.sys import simd_width_of, size_of
+from std.sys.intrinsics import masked_load, masked_store, prefetch, PrefetchOptions
+
+comptime F32 = DType.float32
+comptime W = simd_width_of[F32]()
+comptime Vector = SIMD[F32, W]
+comptime P[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
+
+# Elements of a 64-byte cache line.
+comptime LINE[dtype: DType] = 64 // size_of[Scalar[dtype]]()
+
+
+@always_inline
+def untracked[dtype: DType](p: Pointer[Scalar[dtype], _]) -> P[dtype]:
+    """A tensor's pointer in the one pointer type that the kernels use."""
+    return p.unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+
+
+@always_inline
+def into_l2[dtype: DType](p: P[dtype]):
+    """Asks for the line at p. L1 holds the tile, so the state of the next head goes to L2."""
+    prefetch[PrefetchOptions().for_read().medium_locality()](p)
+
+
+@always_inline
+def lanes_below(n: Int) -> SIMD[DType.bool, W]:
+    return iota[DType.int32, W]().lt(SIMD[DType.int32, W](Int32(n)))
+
+
+@always_inline
+def load[dtype: DType, partial: Bool](p: P[dtype], n: Int) -> Vector:
+    """W values as float32; with partial, lanes at and past n are not read and are zero."""
+    comptime if partial:
+        return masked_load[W](p, lanes_below(n), SIMD[dtype, W](0)).cast[F32]()
+    else:
+        return p.load[width=W, alignment=size_of[Scalar[dtype]]()]().cast[F32]()
+
+
+@always_inline
+def store[dtype: DType, partial: Bool](p: P[dtype], v: Vector, n: Int):
+    """Rounds v to the dtype; with partial, lanes at and past n are not written."""
+    comptime if partial:
+        masked_store[W](v.cast[dtype](), p, lanes_below(n))
+    else:
+        p.store[alignment=size_of[Scalar[dtype]]()](v.cast[dtype]())
+
+
+@always_inline
+def splat[dtype: DType](p: P[dtype], i: Int) -> Vector:
+    return Vector(Float32(p[unsafe_offset=i]))
+
+
+@always_inline
+def dot[dtype: DType](a: P[dtype], b: P[dtype], n: Int) -> Float32:
+    var sum = Vector(0)
+    var i = 0
+    while i + W <= n:
+        sum = fma(load[partial=False](a + i, W), load[partial=False](b + i, W), sum)
+        i += W
+    if i < n:
+        sum = fma(load[partial=True](a + i, n - i), load[partial=True](b + i, n - i), sum)
+    return sum.reduce_add()
+
+
+@always_inline
+def copy[src: DType, dst: DType](to: P[dst], source: P[src], n: Int):
+    """Copies n elements, rounded to the destination's dtype."""
+    var i = 0
+    while i + W <= n:
+        store[partial=False](to + i, load[partial=False](source + i, W), W)
+        i += W
+    if i < n:
+        store[partial=True](to + i, load[partial=True](source + i, n - i), n - i)
+
+
+@always_inline
+def fill_zero[dtype: DType](p: P[dtype], n: Int):
+    for i in range(n):
+        p[unsafe_offset=i] = Scalar[dtype](0)
