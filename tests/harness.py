@@ -1,0 +1,397 @@
+"""The compiled ops on NumPy arrays, and the cases they are run on.
+
+One graph an op and pool dtype, with every dim symbolic, serves every geometry. A pool of bfloat16 is held as
+its bits (uint16), since NumPy has no such dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from max.driver import Buffer
+from max.dtype import DType
+from max.engine import InferenceSession, Model
+from max.graph import BufferType, DeviceRef, Graph, TensorType
+
+from gdn_graph import GatedDeltaGeometry, ops, reference
+from gdn_graph.geometry import PADDING
+
+Array = np.ndarray[Any, Any]
+
+# (nk, group, KD, VD): symmetric sizes hide swapped axes, sizes off the vector width hide tails.
+GEOMETRIES = {
+    "1x1x16x16": GatedDeltaGeometry(1, 1, 16, 16, ring_len=16),
+    "2x3x32x24": GatedDeltaGeometry(2, 6, 32, 24, ring_len=16),
+    "1x2x128x128": GatedDeltaGeometry(1, 2, 128, 128, ring_len=16),
+    "3x1x8x40": GatedDeltaGeometry(3, 3, 8, 40, ring_len=16),
+    "2x2x64x65": GatedDeltaGeometry(2, 4, 64, 65, ring_len=16),
+    "16x3x128x128": GatedDeltaGeometry(16, 48, 128, 128, ring_len=16),
+}
+DTYPES = {"f32": DType.float32, "bf16": DType.bfloat16, "f16": DType.float16}
+
+
+class Pool:
+    """A pool or ring of any state dtype, as raw bits that can be compared and poisoned."""
+
+    def __init__(self, dtype: DType, bits: Array) -> None:
+        self.dtype = dtype
+        self.bits = bits
+
+    @classmethod
+    def of(cls, dtype: DType, values: Array) -> Pool:
+        """Rounds float32 values to the dtype, ties to even."""
+        values = np.ascontiguousarray(values, np.float32)
+        if dtype == DType.bfloat16:
+            raw = values.view(np.uint32).astype(np.uint64)
+            bits = ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
+            bits[np.isnan(values)] = 0x7FC0
+            return cls(dtype, bits)
+        if dtype == DType.float16:
+            return cls(dtype, values.astype(np.float16).view(np.uint16))
+        return cls(dtype, values.view(np.uint32).copy())
+
+    @classmethod
+    def poison(cls, dtype: DType, shape: Sequence[int]) -> Pool:
+        """Signalling NaN patterns: read, they spoil a result; written, they are gone."""
+        if dtype == DType.float32:
+            return cls(dtype, np.full(shape, 0x7FA5A5A5, np.uint32))
+        return cls(dtype, np.full(shape, 0x7FA5 if dtype == DType.bfloat16 else 0x7D5A, np.uint16))
+
+    @property
+    def values(self) -> Array:
+        """The content as float32."""
+        if self.dtype == DType.bfloat16:
+            return (self.bits.astype(np.uint32) << 16).view(np.float32)
+        if self.dtype == DType.float16:
+            return self.bits.view(np.float16).astype(np.float32)
+        return self.bits.view(np.float32)
+
+    @property
+    def buffer(self) -> Buffer:
+        """A MAX buffer over the same memory."""
+        return Buffer.from_numpy(self.bits).view(self.dtype, self.bits.shape)
+
+    def copy(self) -> Pool:
+        return Pool(self.dtype, self.bits.copy())
+
+    def put(self, rows: Any, values: Array) -> None:
+        self.bits[rows] = Pool.of(self.dtype, values).bits
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pool) and bool(np.array_equal(self.bits, other.bits))
+
+
+class Ops:
+    """The ops of one pool dtype (and ring dtype) on the CPU, compiled when first used."""
+
+    def __init__(
+        self, session: InferenceSession, dtype: DType, ring_dtype: DType = DType.float32
+    ) -> None:
+        self.session = session
+        self.dtype = dtype
+        self.ring_dtype = ring_dtype
+
+    def _load(self, name: str, build: Callable[..., Any], types: Sequence[Any]) -> Model:
+        label = f"{name}_{self.dtype.name}_{self.ring_dtype.name}"
+
+        def forward(*values: Any) -> Any:
+            return build(
+                *(v.buffer if isinstance(t, BufferType) else v.tensor
+                  for v, t in zip(values, types, strict=True))
+            )
+
+        return self.session.load(Graph(label, forward, input_types=types))
+
+    def _conv_types(self) -> list[Any]:
+        return [
+            tensor("N", "C"),
+            tensor("C", "width"),
+            buffer(self.dtype, "slots", "C", "history"),
+            ids("B"),
+            ids("B1"),
+        ]
+
+    def _recurrence_types(self) -> list[Any]:
+        return [
+            tensor("N", "C"),
+            tensor("N", "nv"),
+            tensor("N", "nv"),
+            buffer(self.dtype, "slots", "nv", "KD", "VD"),
+        ]
+
+    def _ring_type(self) -> BufferType:
+        return buffer(self.ring_dtype, "ring_rows", "nk", "R", "stride")
+
+    @cached_property
+    def _conv(self) -> Model:
+        return self._load("conv", ops.gated_delta_conv1d_fwd, self._conv_types())
+
+    @cached_property
+    def _conv_read_only(self) -> Model:
+        def build(*operands: Any) -> Any:
+            return ops.gated_delta_conv1d_fwd(*operands, write_state=False)
+
+        return self._load("conv_read_only", build, self._conv_types())
+
+    @cached_property
+    def _conv_verify(self) -> Model:
+        """The forward and the rollback launch in one graph: two sets of rows over one pool."""
+
+        def build(*operands: Any) -> Any:
+            x, w, state, slots, offsets, x_back, offsets_back, width = operands
+            forward = ops.gated_delta_conv1d_verify_fwd(
+                x, w, state, slots, offsets, width, rollback=False
+            )
+            rollback = ops.gated_delta_conv1d_verify_fwd(
+                x_back, w, state, slots, offsets_back, width, rollback=True
+            )
+            return forward, rollback
+
+        types = [*self._conv_types(), tensor("M", "C"), ids("B1"), drafts()]
+        return self._load("conv_verify", build, types)
+
+    @cached_property
+    def _plain(self) -> Model:
+        types = [*self._recurrence_types(), ids("B"), ids("B1")]
+        return self._load("plain", ops.gated_delta_recurrence_fwd, types)
+
+    @cached_property
+    def _verify(self) -> Model:
+        types = [
+            *self._recurrence_types(), self._ring_type(), ids("B"), ids("B"), ids("B1"), drafts()
+        ]
+        return self._load("verify", ops.gated_delta_recurrence_verify_ring_fwd, types)
+
+    @cached_property
+    def _fold(self) -> Model:
+        types = [
+            buffer(self.dtype, "rows", "nv", "KD", "VD"),
+            self._ring_type(),
+            ids("L", "B"),
+            ids("L", "B"),
+            ids("B"),
+            drafts(),
+        ]
+        return self._load("fold", ops.gated_delta_state_fold, types)
+
+    def conv(
+        self, x: Array, weight: Array, state: Pool, slots: Any, offsets: Any, write_state: bool = True
+    ) -> Array:
+        model = self._conv if write_state else self._conv_read_only
+        return run(model, x, weight, state, u32(slots), u32(offsets))[0]
+
+    def conv_verify(
+        self,
+        x: Array,
+        weight: Array,
+        state: Pool,
+        slots: Any,
+        offsets: Any,
+        accepted_x: Array,
+        accepted_offsets: Any,
+        k: int,
+    ) -> tuple[Array, Array]:
+        """The forward launch over the window, then the rollback launch over the accepted rows."""
+        forward, rollback = run(
+            self._conv_verify,
+            x,
+            weight,
+            state,
+            u32(slots),
+            u32(offsets),
+            accepted_x,
+            u32(accepted_offsets),
+            np.zeros(k, np.int64),
+        )
+        return forward, rollback
+
+    def plain(
+        self, qkv: Array, decay: Array, beta: Array, state: Pool, slots: Any, offsets: Any
+    ) -> Array:
+        return run(self._plain, qkv, decay, beta, state, u32(slots), u32(offsets))[0]
+
+    def verify(
+        self,
+        qkv: Array,
+        decay: Array,
+        beta: Array,
+        state: Pool,
+        ring: Pool,
+        slots: Any,
+        ring_slots: Any,
+        offsets: Any,
+        k: int,
+    ) -> Array:
+        return run(
+            self._verify,
+            qkv,
+            decay,
+            beta,
+            state,
+            ring,
+            u32(slots),
+            u32(ring_slots),
+            u32(offsets),
+            np.zeros(k, np.int64),
+        )[0]
+
+    def fold(
+        self, state: Pool, ring: Pool, row_ids: Any, ring_row_ids: Any, accepted: Any, k: int
+    ) -> None:
+        run(
+            self._fold,
+            state,
+            ring,
+            u32(row_ids),
+            u32(ring_row_ids),
+            u32(accepted),
+            np.zeros(k, np.int64),
+        )
+
+
+def tensor(*shape: str) -> TensorType:
+    return TensorType(DType.float32, shape, DeviceRef.CPU())
+
+
+def buffer(dtype: DType, *shape: str) -> BufferType:
+    return BufferType(dtype, shape, DeviceRef.CPU())
+
+
+def ids(*shape: str) -> TensorType:
+    return TensorType(DType.uint32, shape, DeviceRef.CPU())
+
+
+def drafts() -> TensorType:
+    return TensorType(DType.int64, ["K"], DeviceRef.CPU())
+
+
+def u32(values: Any) -> Array:
+    return np.ascontiguousarray(np.asarray(values).astype(np.uint32))
+
+
+def run(model: Model, *operands: Any) -> list[Array]:
+    inputs = [x.buffer if isinstance(x, Pool) else np.ascontiguousarray(x) for x in operands]
+    # A copy: the result must not share memory that a later call may get.
+    return [np.array(out.to_numpy()) for out in model.execute(*inputs)]
+
+
+def offsets_of(lengths: Sequence[int]) -> Array:
+    return u32(np.concatenate([[0], np.cumsum(lengths)]))
+
+
+@dataclass
+class Case:
+    """A ragged batch over pools with rows that no one owns, which stay poisoned."""
+
+    geometry: GatedDeltaGeometry
+    lengths: Sequence[int]
+    dtype: DType = DType.float32
+    seed: int = 0
+    slots: Any = None
+    ring_slots: Any = None
+    tail: int = 0
+    k: int | None = None
+    stride_padding: int = 3
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        g = self.geometry
+        rng = self.rng = np.random.default_rng([self.seed, *self.lengths])
+        rows = len(self.lengths)
+        n = sum(self.lengths) + self.tail
+        self.offsets = offsets_of(self.lengths)
+        if self.slots is None:
+            self.slots = rng.permutation(rows + 2)[:rows]
+        if self.ring_slots is None:
+            self.ring_slots = rng.permutation(rows + 1)[:rows]
+        if self.k is None:
+            short = [t for t in self.lengths if t <= g.ring_len]
+            self.k = max([*short, 2]) - 1
+        self.slots, self.ring_slots = u32(self.slots), u32(self.ring_slots)
+        self.x = normal(rng, n, g.conv_dim)
+        self.qkv = normal(rng, n, g.conv_dim)
+        self.decay = rng.uniform(0.6, 1, (n, g.num_value_heads)).astype(np.float32)
+        self.beta = rng.uniform(0, 1, (n, g.num_value_heads)).astype(np.float32)
+        self.weight = normal(rng, g.conv_dim, g.conv_width)
+        owned = self.owned
+        pool_rows = max([*owned, 0]) + 3
+        self.state = Pool.poison(self.dtype, g.recurrent_state_shape(pool_rows))
+        self.state.put(owned, 0.3 * normal(rng, *g.recurrent_state_shape(len(owned))))
+        self.conv_state = Pool.poison(self.dtype, g.conv_state_shape(pool_rows))
+        self.conv_state.put(owned, normal(rng, *g.conv_state_shape(len(owned))))
+        ring_rows = max([int(s) for s in self.ring_slots if s != PADDING] + [0]) + 2
+        stride = g.record_elements + self.stride_padding
+        self.ring_shape = (ring_rows, g.num_key_heads, g.ring_len, stride)
+
+    @property
+    def owned(self) -> list[int]:
+        """Pool rows that some row of the batch names."""
+        return sorted({int(s) for s in self.slots if s != PADDING})
+
+    def new_ring(self, dtype: DType = DType.float32) -> Pool:
+        return Pool.poison(dtype, self.ring_shape)
+
+    @property
+    def gates(self) -> tuple[Array, Array, Array]:
+        return self.qkv, self.decay, self.beta
+
+    def take(self, counts: Sequence[int]) -> tuple[tuple[Array, Array, Array], Array]:
+        """(qkv, decay, beta) and offsets of the first counts[b] tokens of each row."""
+        index = self.index(counts)
+        return (self.qkv[index], self.decay[index], self.beta[index]), offsets_of(counts)
+
+    def index(self, counts: Sequence[int]) -> Array:
+        starts = self.offsets[:-1].astype(np.int64)
+        parts = [np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]
+        return np.concatenate([*parts, np.zeros(0, np.int64)]).astype(np.int64)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> Array:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def relative_error(got: Array, true: Array) -> float:
+    """max |difference| over max |reference| of a tensor."""
+    scale = float(np.abs(true).max(initial=0)) or 1.0
+    return float(np.abs(got.astype(np.float64) - true).max(initial=0)) / scale
+
+
+def assert_same_bits(got: Array, want: Array, what: str) -> None:
+    """Equality to the bit, with where and by how much it fails."""
+    a, b = (np.ascontiguousarray(x) for x in (got, want))
+    assert a.shape == b.shape, f"{what}: shape {a.shape}, not {b.shape}"
+    if a.dtype == np.float32:
+        a, b = a.view(np.uint32), b.view(np.uint32)
+    wrong = np.argwhere(a != b)
+    if len(wrong):
+        at = tuple(int(i) for i in wrong[0])
+        ulps = int(np.abs(a.astype(np.int64) - b.astype(np.int64)).max())
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {a.size} differ, by up to {ulps} ulps, first at {at}: "
+            f"{got[at]!r}, not {want[at]!r}"
+        )
+
+
+def assert_same_pool(got: Pool, want: Pool, what: str) -> None:
+    assert_same_bits(got.bits, want.bits, what)
+
+
+__all__ = [
+    "DTYPES",
+    "GEOMETRIES",
+    "PADDING",
+    "Case",
+    "Ops",
+    "Pool",
+    "assert_same_bits",
+    "assert_same_pool",
+    "normal",
+    "offsets_of",
+    "reference",
+    "relative_error",
+    "u32",
+]

@@ -1,0 +1,221 @@
+"""What is promised to the bit: verify = plain per token, verify + fold = plain over the prefix."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import (
+    DTYPES,
+    GEOMETRIES,
+    Case,
+    Pool,
+    assert_same_bits,
+    assert_same_pool,
+    normal,
+    offsets_of,
+)
+from max.dtype import DType
+
+from gdn_graph import GatedDeltaGeometry
+
+geometries = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+pools = pytest.mark.parametrize("dtype", ["f32", "bf16"])
+
+
+@geometries
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_verify_equals_plain_and_leaves_the_pool(ops_of, geometry, dtype):
+    ops = ops_of(dtype)
+    case = Case(geometry, [3, 1, 0, 5, 2], DTYPES[dtype])
+    plain_state = case.state.copy()
+    plain = ops.plain(*case.gates, plain_state, case.slots, case.offsets)
+    state, ring = case.state.copy(), case.new_ring()
+    out = ops.verify(*case.gates, state, ring, case.slots, case.ring_slots, case.offsets, case.k)
+    assert_same_bits(out, plain, "verify output against plain")
+    assert_same_pool(state, case.state, "pool after verify")
+    assert plain_state != case.state, "the plain op must change its pool, or this shows nothing"
+
+
+@geometries
+@pools
+def test_verify_and_fold_equal_plain_over_every_prefix(ops_of, geometry, dtype):
+    ops = ops_of(dtype)
+    lengths = [5, 1, 9, 3]
+    case = Case(geometry, lengths, DTYPES[dtype], seed=1)
+    ring = case.new_ring()
+    ops.verify(
+        *case.gates, case.state.copy(), ring, case.slots, case.ring_slots, case.offsets, case.k
+    )
+    previous = None
+    for accepted in range(max(lengths) + 1):
+        counts = [min(accepted, t) for t in lengths]
+        folded = case.state.copy()
+        ops.fold(folded, ring, case.slots[None], case.ring_slots[None], counts, case.k)
+        gates, offsets = case.take(counts)
+        plain_state = case.state.copy()
+        ops.plain(*gates, plain_state, case.slots, offsets)
+        assert_same_pool(folded, plain_state, f"fold of {accepted} against plain")
+        assert folded != previous, "one record more must change the pool"
+        previous = folded
+
+
+@geometries
+def test_a_split_window_gives_the_same_bits(ops_of, geometry):
+    """Float32 pools: 9 tokens at once, as 4 + 5, and one by one."""
+    ops = ops_of("f32")
+    case = Case(geometry, [9, 9], seed=2)
+
+    def run(steps):
+        state, conv_state = case.state.copy(), case.conv_state.copy()
+        out = np.zeros((18, geometry.value_dim), np.float32)
+        conv = np.zeros((18, geometry.conv_dim), np.float32)
+        done = 0
+        for step in steps:
+            index = np.concatenate([np.arange(done, done + step) + 9 * b for b in range(2)])
+            offsets = offsets_of([step, step])
+            out[index] = ops.plain(
+                case.qkv[index], case.decay[index], case.beta[index], state, case.slots, offsets
+            )
+            conv[index] = ops.conv(case.x[index], case.weight, conv_state, case.slots, offsets)
+            done += step
+        return out, conv, state, conv_state
+
+    whole = run([9])
+    for steps in ([4, 5], [1] * 9):
+        for got, want, what in zip(
+            run(steps), whole, ("output", "conv output", "state", "window"), strict=True
+        ):
+            compare = assert_same_pool if isinstance(got, Pool) else assert_same_bits
+            compare(got, want, f"{what} of {steps}")
+
+
+@geometries
+@pools
+def test_windows_of_1_to_16_and_other_rows_do_not_change_a_row(ops_of, geometry, dtype):
+    ops = ops_of(dtype)
+    case = Case(geometry, [16, 2, 7], DTYPES[dtype], seed=3)
+    state = case.state.copy()
+    batch = ops.plain(*case.gates, state, case.slots, case.offsets)
+    for width in range(1, 17):
+        gates = tuple(x[:width] for x in case.gates)
+        alone_state, ring = case.state.copy(), case.new_ring()
+        alone = ops.verify(
+            *gates, alone_state, ring, case.slots[:1], case.ring_slots[:1], [0, width], 15
+        )
+        assert_same_bits(alone, batch[:width], f"row 0 alone with a window of {width}")
+    # The row's tokens in another row of another batch, at another place in memory.
+    order = [2, 0, 1]
+    index = np.concatenate([case.index([16, 2, 7])[case.offsets[b] : case.offsets[b + 1]] for b in order])
+    moved = ops.plain(
+        *(x[index] for x in case.gates),
+        case.state.copy(),
+        case.slots[order],
+        offsets_of([case.lengths[b] for b in order]),
+    )
+    assert_same_bits(moved, batch[index], "permuted batch")
+
+
+def test_a_changed_input_changes_the_bits(ops_of):
+    """The control of this module: equality to the bit notices the last bit of one input."""
+    ops = ops_of("f32")
+    case = Case(GEOMETRIES["2x3x32x24"], [3, 2])
+    want = ops.plain(*case.gates, case.state.copy(), case.slots, case.offsets)
+    case.decay[1, 2] = np.nextafter(case.decay[1, 2], np.float32(0))
+    got = ops.plain(*case.gates, case.state.copy(), case.slots, case.offsets)
+    with pytest.raises(AssertionError, match="ulps"):
+        assert_same_bits(got, want, "output")
+
+
+@pytest.mark.parametrize("width", range(2, 9))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_conv_commit_equals_plain_conv_over_the_prefix(ops_of, width, dtype):
+    """Forward launch, then rollback over the accepted rows, for conv widths 2 to 8."""
+    ops = ops_of(dtype)
+    geometry = GatedDeltaGeometry(1, 3, 8, 5, conv_width=width)
+    lengths, accepted = [4, 1, 3, 4], [2, 1, 0, 4]
+    case = Case(geometry, lengths, DTYPES[dtype], seed=width)
+    plain_state = case.conv_state.copy()
+    plain = ops.conv(case.x, case.weight, plain_state, case.slots, case.offsets, write_state=False)
+    assert_same_pool(plain_state, case.conv_state, "window of a conv that only reads it")
+    state = case.conv_state.copy()
+    kept = case.x[case.index(accepted)]
+    forward, rollback = ops.conv_verify(
+        case.x, case.weight, state, case.slots, case.offsets, kept, offsets_of(accepted), 3
+    )
+    prefix = ops.conv(kept, case.weight, plain_state, case.slots, offsets_of(accepted))
+    assert_same_bits(forward, plain, "forward launch")
+    assert_same_bits(rollback, prefix, "rollback launch")
+    assert_same_pool(state, plain_state, "window after the commit")
+    assert state != case.conv_state
+
+
+def test_conv_verify_without_drafts_is_the_plain_conv(ops_of):
+    ops = ops_of("f32")
+    case = Case(GEOMETRIES["2x3x32x24"], [1, 1, 1])
+    plain_state, state = case.conv_state.copy(), case.conv_state.copy()
+    plain = ops.conv(case.x, case.weight, plain_state, case.slots, case.offsets)
+    forward, rollback = ops.conv_verify(
+        case.x, case.weight, state, case.slots, case.offsets, case.x, case.offsets, 0
+    )
+    assert_same_bits(forward, plain, "forward launch at K = 0")
+    assert_same_pool(state, plain_state, "window at K = 0")
+    assert not rollback.any(), "the rollback at K = 0 writes zeros"
+
+
+_AFFINITY_PROGRAM = """
+import hashlib, os, sys
+os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: int(sys.argv[1])]))
+sys.path.insert(0, sys.argv[2])
+from test_exactness import digest_of_a_step
+print(digest_of_a_step())
+"""
+
+
+def digest_of_a_step() -> str:
+    """Every bit that a verify and a fold leave, of a batch large enough for many chunks."""
+    from harness import Ops
+    from max.driver import CPU
+    from max.engine import InferenceSession
+
+    ops = Ops(InferenceSession(devices=[CPU()]), DType.float32)
+    case = Case(GEOMETRIES["16x3x128x128"], [4, 3, 17, 1, 2], seed=4)
+    state, ring = case.state.copy(), case.new_ring()
+    digest = hashlib.sha256()
+    digest.update(
+        ops.verify(*case.gates, state, ring, case.slots, case.ring_slots, case.offsets, 3).tobytes()
+    )
+    accepted = [2, 3, 17, 1, 1]
+    ops.fold(state, ring, case.slots[None], case.ring_slots[None], accepted, 3)
+    # Chunked over channels and long segments.
+    x = normal(case.rng, 600, 2000)
+    conv_state = Pool.of(DType.float32, normal(case.rng, 2, 2000, 3))
+    conv = ops.conv(x, normal(case.rng, 2000, 4), conv_state, [1, 0], [0, 599, 600])
+    for bits in (state.bits, ring.bits, conv, conv_state.bits):
+        digest.update(bits.tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs two CPUs and a way to run on one of them",
+)
+def test_the_thread_count_does_not_change_the_bits():
+    here = str(Path(__file__).parent)
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", _AFFINITY_PROGRAM, str(cpus), here],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        ).stdout.split()[-1]
+        for cpus in (1, 2)
+    ]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 64
