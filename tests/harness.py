@@ -1,23 +1,23 @@
 """The compiled ops on NumPy arrays, and the cases they are run on.
 
-One graph an op and pool dtype, with every dim symbolic, serves every geometry. A pool of bfloat16 is held as
-its bits (uint16), since NumPy has no such dtype.
+One graph an op and pool dtype, with every dim symbolic, serves every geometry. A pool of bfloat16
+is held as its bits (uint16), since NumPy has no such dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession, Model
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
-from gdn_graph import GatedDeltaGeometry, ops, reference
+from gdn_graph import GatedDeltaGeometry, kernel_library, ops, reference
 from gdn_graph.geometry import PADDING
 
 Array = np.ndarray[Any, Any]
@@ -86,7 +86,10 @@ class Pool:
 
 
 class Ops:
-    """The ops of one pool dtype (and ring dtype) on the CPU, compiled when first used."""
+    """The ops of one pool dtype (and ring dtype) on the CPU, compiled together when first used.
+
+    One module, since MAX's fixed cost of a compile is many times that of one more op.
+    """
 
     def __init__(
         self, session: InferenceSession, dtype: DType, ring_dtype: DType = DType.float32
@@ -95,93 +98,52 @@ class Ops:
         self.dtype = dtype
         self.ring_dtype = ring_dtype
 
-    def _load(self, name: str, build: Callable[..., Any], types: Sequence[Any]) -> Model:
-        label = f"{name}_{self.dtype.name}_{self.ring_dtype.name}"
-
-        def forward(*values: Any) -> Any:
-            return build(
-                *(v.buffer if isinstance(t, BufferType) else v.tensor
-                  for v, t in zip(values, types, strict=True))
-            )
-
-        return self.session.load(Graph(label, forward, input_types=types))
-
-    def _conv_types(self) -> list[Any]:
-        return [
+    @cached_property
+    def models(self) -> dict[str, Model]:
+        module = Module()
+        conv = [
             tensor("N", "C"),
             tensor("C", "width"),
             buffer(self.dtype, "slots", "C", "history"),
             ids("B"),
             ids("B1"),
         ]
-
-    def _recurrence_types(self) -> list[Any]:
-        return [
+        recurrence = [
             tensor("N", "C"),
             tensor("N", "nv"),
             tensor("N", "nv"),
             buffer(self.dtype, "slots", "nv", "KD", "VD"),
         ]
-
-    def _ring_type(self) -> BufferType:
-        return buffer(self.ring_dtype, "ring_rows", "nk", "R", "stride")
-
-    @cached_property
-    def _conv(self) -> Model:
-        return self._load("conv", ops.gated_delta_conv1d_fwd, self._conv_types())
-
-    @cached_property
-    def _conv_read_only(self) -> Model:
-        def build(*operands: Any) -> Any:
-            return ops.gated_delta_conv1d_fwd(*operands, write_state=False)
-
-        return self._load("conv_read_only", build, self._conv_types())
-
-    @cached_property
-    def _conv_verify(self) -> Model:
-        """The forward and the rollback launch in one graph: two sets of rows over one pool."""
-
-        def build(*operands: Any) -> Any:
-            x, w, state, slots, offsets, x_back, offsets_back, width = operands
-            forward = ops.gated_delta_conv1d_verify_fwd(
-                x, w, state, slots, offsets, width, rollback=False
-            )
-            rollback = ops.gated_delta_conv1d_verify_fwd(
-                x_back, w, state, slots, offsets_back, width, rollback=True
-            )
-            return forward, rollback
-
-        types = [*self._conv_types(), tensor("M", "C"), ids("B1"), drafts()]
-        return self._load("conv_verify", build, types)
-
-    @cached_property
-    def _plain(self) -> Model:
-        types = [*self._recurrence_types(), ids("B"), ids("B1")]
-        return self._load("plain", ops.gated_delta_recurrence_fwd, types)
-
-    @cached_property
-    def _verify(self) -> Model:
-        types = [
-            *self._recurrence_types(), self._ring_type(), ids("B"), ids("B"), ids("B1"), drafts()
-        ]
-        return self._load("verify", ops.gated_delta_recurrence_verify_ring_fwd, types)
-
-    @cached_property
-    def _fold(self) -> Model:
-        types = [
-            buffer(self.dtype, "rows", "nv", "KD", "VD"),
-            self._ring_type(),
-            ids("L", "B"),
-            ids("L", "B"),
-            ids("B"),
-            drafts(),
-        ]
-        return self._load("fold", ops.gated_delta_state_fold, types)
+        ring = buffer(self.ring_dtype, "ring_rows", "nk", "R", "stride")
+        rows = [ids("B"), ids("B1")]
+        table = [ids("L", "B"), ids("L", "B"), ids("B"), drafts()]
+        add_graph(module, "conv", ops.gated_delta_conv1d_fwd, conv)
+        add_graph(
+            module, "conv_read_only", partial(ops.gated_delta_conv1d_fwd, write_state=False), conv
+        )
+        add_graph(
+            module, "conv_verify", conv_verify, [*conv, tensor("M", "C"), ids("B1"), drafts()]
+        )
+        add_graph(module, "plain", ops.gated_delta_recurrence_fwd, [*recurrence, *rows])
+        add_graph(
+            module,
+            "verify",
+            ops.gated_delta_recurrence_verify_ring_fwd,
+            [*recurrence, ring, ids("B"), *rows, drafts()],
+        )
+        add_graph(module, "fold", ops.gated_delta_state_fold, [recurrence[3], ring, *table])
+        return self.session.load_all(module, custom_extensions=[kernel_library()])
 
     def conv(
-        self, x: Array, weight: Array, state: Pool, slots: Any, offsets: Any, write_state: bool = True
+        self,
+        x: Array,
+        weight: Array,
+        state: Pool,
+        slots: Any,
+        offsets: Any,
+        write_state: bool = True,
     ) -> Array:
-        model = self._conv if write_state else self._conv_read_only
+        model = self.models["conv" if write_state else "conv_read_only"]
         return run(model, x, weight, state, u32(slots), u32(offsets))[0]
 
     def conv_verify(
@@ -197,7 +159,7 @@ class Ops:
     ) -> tuple[Array, Array]:
         """The forward launch over the window, then the rollback launch over the accepted rows."""
         forward, rollback = run(
-            self._conv_verify,
+            self.models["conv_verify"],
             x,
             weight,
             state,
@@ -212,7 +174,7 @@ class Ops:
     def plain(
         self, qkv: Array, decay: Array, beta: Array, state: Pool, slots: Any, offsets: Any
     ) -> Array:
-        return run(self._plain, qkv, decay, beta, state, u32(slots), u32(offsets))[0]
+        return run(self.models["plain"], qkv, decay, beta, state, u32(slots), u32(offsets))[0]
 
     def verify(
         self,
@@ -227,7 +189,7 @@ class Ops:
         k: int,
     ) -> Array:
         return run(
-            self._verify,
+            self.models["verify"],
             qkv,
             decay,
             beta,
@@ -243,7 +205,7 @@ class Ops:
         self, state: Pool, ring: Pool, row_ids: Any, ring_row_ids: Any, accepted: Any, k: int
     ) -> None:
         run(
-            self._fold,
+            self.models["fold"],
             state,
             ring,
             u32(row_ids),
@@ -251,6 +213,35 @@ class Ops:
             u32(accepted),
             np.zeros(k, np.int64),
         )
+
+
+def add_graph(module: Module, name: str, build: Callable[..., Any], types: Sequence[Any]) -> None:
+    """Adds a graph that feeds its inputs, pools as buffers, to build."""
+    with Graph(name, input_types=types, module=module) as graph:
+        operands = [
+            value.buffer if isinstance(t, BufferType) else value.tensor
+            for value, t in zip(graph.inputs, types, strict=True)
+        ]
+        outputs = build(*operands)
+        graph.output(*(outputs if isinstance(outputs, tuple) else [outputs] if outputs else []))
+
+
+def conv_verify(
+    x: Any,
+    w: Any,
+    state: Any,
+    slots: Any,
+    offsets: Any,
+    kept_x: Any,
+    kept_offsets: Any,
+    width: Any,
+) -> tuple[Any, Any]:
+    """The forward launch over a window and the rollback launch over its accepted rows."""
+    launch = ops.gated_delta_conv1d_verify_fwd
+    return (
+        launch(x, w, state, slots, offsets, width, rollback=False),
+        launch(kept_x, w, state, slots, kept_offsets, width, rollback=True),
+    )
 
 
 def tensor(*shape: str) -> TensorType:

@@ -111,7 +111,9 @@ def test_windows_of_1_to_16_and_other_rows_do_not_change_a_row(ops_of, geometry,
         assert_same_bits(alone, batch[:width], f"row 0 alone with a window of {width}")
     # The row's tokens in another row of another batch, at another place in memory.
     order = [2, 0, 1]
-    index = np.concatenate([case.index([16, 2, 7])[case.offsets[b] : case.offsets[b + 1]] for b in order])
+    index = np.concatenate(
+        [case.index([16, 2, 7])[case.offsets[b] : case.offsets[b + 1]] for b in order]
+    )
     moved = ops.plain(
         *(x[index] for x in case.gates),
         case.state.copy(),

@@ -29,7 +29,7 @@ comptime NO_GPU = "the GPU kernels of this op are not built in"
 
 
 def run_conv[
-    write_state: Bool, work_dtype: DType, state_dtype: DType, target: StaticString
+    work_dtype: DType, state_dtype: DType, target: StaticString
 ](
     op: StaticString,
     output: OutputTensor[dtype=work_dtype, rank=2, ...],
@@ -38,6 +38,7 @@ def run_conv[
     conv_state: MutableInputTensor[dtype=state_dtype, rank=3, ...],
     slot_idx: InputTensor[dtype=DType.uint32, rank=1, ...],
     offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+    write_state: Bool,
     ctx: DeviceContext,
 ) raises:
     comptime assert work_dtype == DType.float32, "the work dtype is float32: cast before the op"
@@ -56,7 +57,7 @@ def run_conv[
         var row_offsets = untracked(offsets.unsafe_ptr())
         check_offsets(op, row_offsets, batch_size, qkv.dim_size(0))
         check_row_ids(op, "slot_idx", slots, row_offsets, batch_size, conv_state.dim_size(0))
-        conv1d[write_state=write_state](
+        conv1d(
             untracked(output.unsafe_ptr()),
             untracked(qkv.unsafe_ptr()),
             untracked(weight.unsafe_ptr()),
@@ -67,6 +68,7 @@ def run_conv[
             qkv.dim_size(0),
             qkv.dim_size(1),
             weight.dim_size(1),
+            write_state,
         )
     else:
         comptime assert False, NO_GPU
@@ -86,7 +88,7 @@ struct GatedDeltaConv1dFwd[write_state: Bool = True]:
         input_row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        run_conv[Self.write_state, target=target](
+        run_conv[target=target](
             "gated_delta_conv1d_fwd",
             conv_output_ragged,
             qkv_input_ragged,
@@ -94,6 +96,7 @@ struct GatedDeltaConv1dFwd[write_state: Bool = True]:
             conv_state,
             slot_idx,
             input_row_offsets,
+            Self.write_state,
             ctx,
         )
 
@@ -116,19 +119,6 @@ struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
         comptime OP = "gated_delta_conv1d_verify_fwd"
         var drafts = verify_width.dim_size(0)
 
-        @always_inline
-        def run[write_state: Bool]() raises {imm}:
-            run_conv[write_state, target=target](
-                OP,
-                conv_output_ragged,
-                qkv_input_ragged,
-                conv_weight,
-                conv_state,
-                slot_idx,
-                input_row_offsets,
-                ctx,
-            )
-
         comptime if Self.rollback:
             # Without drafts the forward launch wrote the window already.
             if drafts == 0:
@@ -136,13 +126,18 @@ struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
                     fill_zero(untracked(conv_output_ragged.unsafe_ptr()), conv_output_ragged.size())
                 else:
                     comptime assert False, NO_GPU
-            else:
-                run[True]()
-        else:
-            if drafts == 0:
-                run[True]()
-            else:
-                run[False]()
+                return
+        run_conv[target=target](
+            OP,
+            conv_output_ragged,
+            qkv_input_ragged,
+            conv_weight,
+            conv_state,
+            slot_idx,
+            input_row_offsets,
+            Self.rollback or drafts == 0,
+            ctx,
+        )
 
 
 @extensibility.register("gated_delta_recurrence_fwd")

@@ -7,8 +7,8 @@ sum has one order, so the bits depend on no vector width, split or other row.
 
 A unit is a block of channels of a segment of one row. Blocks are the outer order: weights lie
 [channel, width] and windows [channel, width - 1], so both are turned once per unit into vectors over
-channels, and the turned weights serve every row of a chunk. Four tokens are worked on at once, so that an
-input is loaded seven quarters of a time, not four times.
+channels, and the turned weights serve every row of a chunk. Four tokens are worked on at once, so that a
+weight is loaded once for four products.
 """
 
 from std.math import fma
@@ -35,12 +35,12 @@ def turn[
 
 
 struct Taps[work: DType](TrivialRegisterPassable):
-    """Where the inputs of one segment lie: the turned window, then the row itself."""
+    """Where the inputs of one row lie on one block of channels: its turned window, then the row."""
 
-    var window: P[F32]  # [KS - 1, BLOCK]
+    var window: P[F32]  # [history, BLOCK]
     var row: P[Self.work]  # the row's first token, at the block's first channel
     var stride: Int
-    var history: Int  # KS - 1
+    var history: Int  # conv width - 1
 
     @always_inline
     def __init__(out self, window: P[F32], row: P[Self.work], stride: Int, history: Int):
@@ -59,46 +59,53 @@ struct Taps[work: DType](TrivialRegisterPassable):
 
 @always_inline
 def conv_tokens[
-    work: DType, KS: Int, TOKENS: Int, partial: Bool
+    work: DType, TOKENS: Int, partial: Bool, inside: Bool
 ](taps: Taps[work], weights: P[F32], out_: P[work], t: Int, c: Int, n: Int):
-    """Outputs of tokens t .. t + TOKENS - 1 on channels [c, c + n)."""
-    var x = Array[Vector, KS - 1 + TOKENS](fill=Vector(0))
-    comptime for i in range(KS - 1 + TOKENS):
-        x[i] = taps.at[partial](t - (KS - 1) + i, c, n)
+    """Outputs of tokens t .. t + TOKENS - 1 on channels [c, c + n); inside: no tap is before the row."""
     var sums = Array[Vector, TOKENS](fill=Vector(0))
-    comptime for j in range(KS):
+    var first = t - taps.history
+    var xp = taps.row + first * taps.stride + c
+    for j in range(taps.history + 1):
         var w = load[partial=partial](weights + j * BLOCK + c, n)
         comptime for i in range(TOKENS):
-            comptime if j == 0:
-                sums[i] = w * x[i]
+            var x: Vector
+            comptime if inside:
+                x = load[partial=partial](xp + i * taps.stride, n)
             else:
-                sums[i] = fma(w, x[i + j], sums[i])
+                x = taps.at[partial](first + i + j, c, n)
+            sums[i] = fma(w, x, sums[i])
+        xp += taps.stride
     comptime for i in range(TOKENS):
         store[partial=partial](out_ + (t + i) * taps.stride + c, sums[i], n)
 
 
 def conv_segment[
-    work: DType, KS: Int
+    work: DType
 ](taps: Taps[work], weights: P[F32], out_: P[work], begin: Int, end: Int, channels: Int):
     """Outputs of tokens [begin, end) of a row on one block of channels."""
 
     @always_inline
-    def tokens[TOKENS: Int](t: Int) {imm}:
+    def tokens[TOKENS: Int, inside: Bool](t: Int) {imm}:
         var c = 0
         while c + W <= channels:
-            conv_tokens[KS=KS, TOKENS=TOKENS, partial=False](taps, weights, out_, t, c, W)
+            conv_tokens[TOKENS=TOKENS, partial=False, inside=inside](
+                taps, weights, out_, t, c, W
+            )
             c += W
         if c < channels:
-            conv_tokens[KS=KS, TOKENS=TOKENS, partial=True](
+            conv_tokens[TOKENS=TOKENS, partial=True, inside=inside](
                 taps, weights, out_, t, c, channels - c
             )
 
     var t = begin
+    while t < min(taps.history, end):
+        tokens[1, False](t)
+        t += 1
     while t + TOKENS_AT_ONCE <= end:
-        tokens[TOKENS_AT_ONCE](t)
+        tokens[TOKENS_AT_ONCE, True](t)
         t += TOKENS_AT_ONCE
     while t < end:
-        tokens[1](t)
+        tokens[1, True](t)
         t += 1
 
 
@@ -120,8 +127,8 @@ def put_window[
                 )
 
 
-def conv1d_of_width[
-    work: DType, state: DType, KS: Int, write_state: Bool
+def conv1d[
+    work: DType, state: DType
 ](
     out_: P[work],
     qkv: P[work],
@@ -132,8 +139,14 @@ def conv1d_of_width[
     batch_size: Int,
     num_tokens: Int,
     conv_dim: Int,
+    width: Int,
+    write_state: Bool,
 ):
-    comptime HISTORY = KS - 1
+    """Convolves every row; with write_state a row leaves its last width - 1 inputs in its window.
+
+    The operands are as contract and checks.mojo have them, checked already.
+    """
+    var history = width - 1
 
     @always_inline
     def segments_of(b: Int) {imm} -> Int:
@@ -163,17 +176,17 @@ def conv1d_of_width[
     var blocks = (conv_dim + BLOCK - 1) // BLOCK
     var units = blocks * row_segments
     # A window is turned one element at a time, which costs as much as some tokens do.
-    var chunks = chunk_count((row_tokens + 8 * row_segments) * conv_dim * KS, units)
+    var chunks = chunk_count((row_tokens + 8 * row_segments) * conv_dim * width, units)
 
     def chunk(i: Int) {imm} -> None:
         var first = units * i // chunks
         var last = units * (i + 1) // chunks
-        var weights = alloc[Float32]((KS + HISTORY) * BLOCK, alignment=64)
-        var window = weights + KS * BLOCK
+        var weights = alloc[Float32]((width + history) * BLOCK, alignment=64)
+        var window = weights + width * BLOCK
         for block in range(first // row_segments, (last + row_segments - 1) // row_segments):
             var c0 = block * BLOCK
             var channels = min(BLOCK, conv_dim - c0)
-            turn(weight + c0 * KS, KS, channels, weights)
+            turn(weight + c0 * width, width, channels, weights)
             var unit = block * row_segments
             for b in range(batch_size):
                 var segments = segments_of(b)
@@ -185,14 +198,12 @@ def conv1d_of_width[
                 var start = Int(offsets[unsafe_offset=b])
                 var T = Int(offsets[unsafe_offset=b + 1]) - start
                 var slot = Int(slot_idx[unsafe_offset=b])
-                var state_window = conv_state + (slot * conv_dim + c0) * HISTORY
-                var taps = Taps[work](
-                    window, qkv + start * conv_dim + c0, conv_dim, HISTORY
-                )
+                var state_window = conv_state + (slot * conv_dim + c0) * history
+                var taps = Taps[work](window, qkv + start * conv_dim + c0, conv_dim, history)
                 # Only the first segment of a row looks at its window, so it may also write it.
                 if begin == 0:
-                    turn(state_window, HISTORY, channels, window)
-                conv_segment[KS=KS](
+                    turn(state_window, history, channels, window)
+                conv_segment(
                     taps,
                     weights,
                     out_ + start * conv_dim + c0,
@@ -200,42 +211,8 @@ def conv1d_of_width[
                     min(end * SEGMENT, T),
                     channels,
                 )
-                comptime if write_state:
-                    if begin == 0:
-                        put_window(taps, state_window, T, channels)
+                if write_state and begin == 0:
+                    put_window(taps, state_window, T, channels)
         weights.unsafe_free()
 
     run_chunks(chunk, chunks)
-
-
-def conv1d[
-    work: DType, state: DType, write_state: Bool
-](
-    out_: P[work],
-    qkv: P[work],
-    weight: P[work],
-    conv_state: P[state],
-    slot_idx: P[DType.uint32],
-    offsets: P[DType.uint32],
-    batch_size: Int,
-    num_tokens: Int,
-    conv_dim: Int,
-    width: Int,
-):
-    """Convolves every row; with write_state a row leaves its last width - 1 inputs in its window.
-
-    The operands are as contract and checks.mojo have them, checked already.
-    """
-    comptime for KS in range(2, 9):
-        if width == KS:
-            conv1d_of_width[KS=KS, write_state=write_state](
-                out_,
-                qkv,
-                weight,
-                conv_state,
-                slot_idx,
-                offsets,
-                batch_size,
-                num_tokens,
-                conv_dim,
-            )

@@ -61,6 +61,7 @@ struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
     var qf: P[F32]
     var out: P[Self.work]
     var out_stride: Int
+    var records: Bool  # into the ring; else the state is replaced
     var factors: P[Self.ring]  # the head's delta factors in the row's first record
     var record_stride: Int
     var T: Int
@@ -83,6 +84,7 @@ struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
         qf: P[F32],
         out_: P[Self.work],
         out_stride: Int,
+        records: Bool,
         factors: P[Self.ring],
         record_stride: Int,
         T: Int,
@@ -102,6 +104,7 @@ struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
         self.qf = qf
         self.out = out_
         self.out_stride = out_stride
+        self.records = records
         self.factors = factors
         self.record_stride = record_stride
         self.T = T
@@ -124,11 +127,11 @@ def norms[
 
 @always_inline
 def delta_factors[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool, record: Bool
+    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
 ](
     w: Window[work, state, ring], t: Int, c: Int, n: Int, kv: Array[Vector, NV]
 ) -> Array[Vector, NV]:
-    """f = beta * (v - kv * kinv) * kinv of token t on columns [c, c + n); recorded if asked."""
+    """The delta factor beta * (v - kv * kinv) * kinv of token t on columns [c, c + n)."""
     var kinv = w.kinv[unsafe_offset=t]
     var beta = Float32(w.beta[unsafe_offset=t * w.gate_stride])
     var f = Array[Vector, NV](fill=Vector(0))
@@ -136,8 +139,11 @@ def delta_factors[
         comptime tail = partial and j == NV - 1
         var v = load[partial=tail](w.v + t * w.qkv_stride + c + j * W, n - j * W)
         f[j] = (beta * fma(-kv[j], Vector(kinv), v)) * kinv
-        comptime if record:
-            store[partial=tail](w.factors + t * w.record_stride + c + j * W, f[j], n - j * W)
+    if w.records:
+        comptime for j in range(NV):
+            store[partial=partial and j == NV - 1](
+                w.factors + t * w.record_stride + c + j * W, f[j], n - j * W
+            )
     return f^
 
 
@@ -153,7 +159,7 @@ def put_out[
 
 
 def window_on_tile[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool, write: Bool, record: Bool
+    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
 ](w: Window[work, state, ring], c: Int, n: Int, tile: P[F32], next: P[state]):
     """Runs two or more tokens on columns [c, c + n), n <= NV * W, and prefetches from next on."""
     comptime TW = NV * W
@@ -177,7 +183,7 @@ def window_on_tile[
         tp += TW
 
     for t in range(w.T - 1):
-        var f = delta_factors[partial=partial, record=record](w, t, c, n, kv)
+        var f = delta_factors[partial=partial](w, t, c, n, kv)
         var out = Array[Vector, NV](fill=Vector(0))
         kv = Array[Vector, NV](fill=Vector(0))
         k = w.k + t * w.qkv_stride
@@ -210,7 +216,7 @@ def window_on_tile[
         put_out[partial=partial](w, t, c, n, out)
 
     var t = w.T - 1
-    var f = delta_factors[partial=partial, record=record](w, t, c, n, kv)
+    var f = delta_factors[partial=partial](w, t, c, n, kv)
     var out = Array[Vector, NV](fill=Vector(0))
     k = w.k + t * w.qkv_stride
     var q = w.q + t * w.qkv_stride
@@ -218,7 +224,7 @@ def window_on_tile[
     tp = tile
 
     @always_inline
-    def last_step(r: Int) {imm k, imm q, imm f, imm VD, imm n, mut out, mut sp, mut tp}:
+    def last_step[write: Bool](r: Int) {imm k, imm q, imm f, imm VD, imm n, mut out, mut sp, mut tp}:
         var kr = splat(k, r)
         var qr = splat(q, r)
         comptime for j in range(NV):
@@ -229,19 +235,27 @@ def window_on_tile[
         sp += VD
         tp += TW
 
-    if t < LINES_PER_ROW:
-        for r in range(KD):
+    # The second half of the prefetch, if the window was too short for it.
+    var lines = KD if t < LINES_PER_ROW else 0
+    if w.records:
+        for r in range(lines):
             into_l2(pf)
             pf += LINE[state]
-            last_step(r)
+            last_step[False](r)
+        for r in range(lines, KD):
+            last_step[False](r)
     else:
-        for r in range(KD):
-            last_step(r)
+        for r in range(lines):
+            into_l2(pf)
+            pf += LINE[state]
+            last_step[True](r)
+        for r in range(lines, KD):
+            last_step[True](r)
     put_out[partial=partial](w, t, c, n, out)
 
 
 def token_on_rows[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool, write: Bool, record: Bool
+    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
 ](w: Window[work, state, ring], c: Int, n: Int, next: P[state]):
     """Runs one token on columns [c, c + n), rows in memory order; same bits as the tile."""
     comptime LINES_PER_ROW = max(NV * W // LINE[state], 1)
@@ -260,10 +274,12 @@ def token_on_rows[
             into_l2(pf + i * LINE[state])
         pf += IN_KV_PASS * LINE[state]
         sp += w.VD
-    var f = delta_factors[partial=partial, record=record](w, 0, c, n, kv)
+    var f = delta_factors[partial=partial](w, 0, c, n, kv)
     var out = Array[Vector, NV](fill=Vector(0))
     sp = w.S + c
-    for r in range(w.KD):
+
+    @always_inline
+    def update[write: Bool](r: Int) {imm w, imm d, imm f, imm n, mut out, mut sp, mut pf}:
         var kr = splat(w.k, r)
         var qr = splat(w.q, r)
         comptime for j in range(NV):
@@ -277,46 +293,40 @@ def token_on_rows[
             into_l2(pf + i * LINE[state])
         pf += IN_UPDATE_PASS * LINE[state]
         sp += w.VD
+
+    if w.records:
+        for r in range(w.KD):
+            update[False](r)
+    else:
+        for r in range(w.KD):
+            update[True](r)
     put_out[partial=partial](w, 0, c, n, out)
 
 
 def window_on_columns[
-    work: DType, state: DType, ring: DType, write: Bool, record: Bool
+    work: DType, state: DType, ring: DType
 ](w: Window[work, state, ring], c0: Int, c1: Int, tile: P[F32]):
     """Runs the window on columns [c0, c1), in pieces as wide as the registers and L1 allow."""
     var c = c0
     if w.T == 1:
-        comptime for NV in [ROW_VECTORS, 4, 2, 1]:
+        comptime for NV in [ROW_VECTORS, ROW_VECTORS // 2, 2]:
             while c1 - c >= NV * W:
-                token_on_rows[NV=NV, partial=False, write=write, record=record](
-                    w, c, NV * W, w.next + c * w.KD
-                )
+                token_on_rows[NV=NV, partial=False](w, c, NV * W, w.next + c * w.KD)
                 c += NV * W
-        if c < c1:
-            token_on_rows[NV=1, partial=True, write=write, record=record](
-                w, c, c1 - c, w.next + c * w.KD
-            )
+        while c < c1:
+            token_on_rows[NV=1, partial=True](w, c, min(c1 - c, W), w.next + c * w.KD)
+            c += W
         return
     if w.KD * 2 * W * 4 <= TILE_BYTES:
         while c1 - c >= 2 * W:
-            window_on_tile[NV=2, partial=False, write=write, record=record](
-                w, c, 2 * W, tile, w.next + c * w.KD
-            )
+            window_on_tile[NV=2, partial=False](w, c, 2 * W, tile, w.next + c * w.KD)
             c += 2 * W
         if c1 - c > W:
-            window_on_tile[NV=2, partial=True, write=write, record=record](
-                w, c, c1 - c, tile, w.next + c * w.KD
-            )
+            window_on_tile[NV=2, partial=True](w, c, c1 - c, tile, w.next + c * w.KD)
             return
-    while c1 - c >= W:
-        window_on_tile[NV=1, partial=False, write=write, record=record](
-            w, c, W, tile, w.next + c * w.KD
-        )
+    while c < c1:
+        window_on_tile[NV=1, partial=True](w, c, min(c1 - c, W), tile, w.next + c * w.KD)
         c += W
-    if c < c1:
-        window_on_tile[NV=1, partial=True, write=write, record=record](
-            w, c, c1 - c, tile, w.next + c * w.KD
-        )
 
 
 def recurrence[
@@ -449,6 +459,7 @@ def recurrence[
                     qf,
                     out_ + start * value_dim + h * VD,
                     value_dim,
+                    records,
                     record + layout.delta_factor(g),
                     record_stride,
                     T,
@@ -457,18 +468,14 @@ def recurrence[
                     next,
                 )
                 var c0 = part * part_columns
-                var c1 = min(c0 + part_columns, VD)
-                if records:
-                    if part == 0:
-                        for t in range(T):
-                            if g == 0:
-                                copy(record + t * record_stride, k + t * conv_dim, KD)
-                            record[unsafe_offset=t * record_stride + layout.decay(g)] = Scalar[
-                                ring
-                            ](w.decay[unsafe_offset=t * nv])
-                    window_on_columns[write=False, record=True](w, c0, c1, tile)
-                else:
-                    window_on_columns[write=True, record=False](w, c0, c1, tile)
+                if records and part == 0:
+                    for t in range(T):
+                        if g == 0:
+                            copy(record + t * record_stride, k + t * conv_dim, KD)
+                        record[unsafe_offset=t * record_stride + layout.decay(g)] = Scalar[ring](
+                            w.decay[unsafe_offset=t * nv]
+                        )
+                window_on_columns(w, c0, min(c0 + part_columns, VD), tile)
         tile.unsafe_free()
 
     run_chunks(chunk, chunks)

@@ -57,20 +57,20 @@ def fold_columns[
     n: Int,
     next: P[state],
 ):
-    """Folds into columns [c, c + n), n <= NV * W; A is the record count if > 0, else accepted."""
+    """Folds into columns [c, c + min(n, NV * W)); A is the record count if > 0, else accepted."""
     comptime LINES_PER_ROW = max(NV * W // LINE[state], 1)
     var f = Array[Vector, max(A * NV, 1)](fill=Vector(0))
     var d = Array[Vector, max(A, 1)](fill=Vector(0))
     comptime for r in range(A):
         d[r] = records.decay(r)
         comptime for j in range(NV):
-            f[r * NV + j] = records.factors[partial and j == NV - 1](r, c + j * W, n - j * W)
+            f[r * NV + j] = records.factors[partial](r, c + j * W, n - j * W)
     var sp = S + c
     var pf = next
     for row in range(KD):
         var x = Array[Vector, NV](fill=Vector(0))
         comptime for j in range(NV):
-            x[j] = load[partial=partial and j == NV - 1](sp + j * W, n - j * W)
+            x[j] = load[partial=partial](sp + j * W, n - j * W)
         comptime for i in range(LINES_PER_ROW):
             into_l2(pf + i * LINE[state])
         pf += LINES_PER_ROW * LINE[state]
@@ -84,10 +84,10 @@ def fold_columns[
                 var k = records.key(r, row)
                 var dr = records.decay(r)
                 comptime for j in range(NV):
-                    var fr = records.factors[partial and j == NV - 1](r, c + j * W, n - j * W)
+                    var fr = records.factors[partial](r, c + j * W, n - j * W)
                     x[j] = fma(k, fr, x[j] * dr)
         comptime for j in range(NV):
-            store[partial=partial and j == NV - 1](sp + j * W, x[j], n - j * W)
+            store[partial=partial](sp + j * W, x[j], n - j * W)
         sp += VD
 
 
@@ -101,31 +101,32 @@ def fold_head[
     accepted: Int,
     next: P[state],
 ):
-    @always_inline
-    def columns[A: Int, NV: Int](c0: Int) {imm} -> Int:
-        """Folds whole pieces of NV vectors from c0 on, and says where they end."""
-        var c = c0
-        while VD - c >= NV * W:
-            fold_columns[A=A, NV=NV, partial=False](
-                S, KD, VD, records, accepted, c, NV * W, next + c * KD
-            )
-            c += NV * W
-        return c
-
-    var c = 0
     comptime for A in range(1, MAX_HELD_RECORDS + 1):
-        # Held factors, A * NV vectors, and the NV of the row share the registers.
-        comptime NV = 8 if A <= 2 else (4 if A <= 4 else 2)
         if accepted == A:
-            c = columns[A, NV if W >= 16 else max(NV // 2, 1)](c)
-            c = columns[A, 1](c)
+            fold_rows[A](S, KD, VD, records, accepted, next)
     if accepted > MAX_HELD_RECORDS:
-        c = columns[0, 4](c)
-        c = columns[0, 1](c)
-    if c < VD:
-        fold_columns[A=0, NV=1, partial=True](
+        fold_rows[0](S, KD, VD, records, accepted, next)
+
+
+def fold_rows[
+    A: Int, state: DType, ring: DType
+](S: P[state], KD: Int, VD: Int, records: HeadRecords[ring], accepted: Int, next: P[state]):
+    """Folds A records, or accepted ones at A = 0, in pieces as wide as the registers allow."""
+    # The A * NV delta factors that are held and the NV vectors of the row share the registers.
+    comptime HELD = 8 if 0 < A <= 2 else (4 if A <= 4 else 2)
+    comptime NV = HELD if W >= 16 else max(HELD // 2, 1)
+    comptime TAIL = min(NV, 2)
+    var c = 0
+    while VD - c >= NV * W:
+        fold_columns[A=A, NV=NV, partial=False](
+            S, KD, VD, records, accepted, c, NV * W, next + c * KD
+        )
+        c += NV * W
+    while c < VD:
+        fold_columns[A=A, NV=TAIL, partial=True](
             S, KD, VD, records, accepted, c, VD - c, next + c * KD
         )
+        c += TAIL * W
 
 
 def state_fold[
