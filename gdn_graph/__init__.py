@@ -1,4 +1,4 @@
-"""Gated DeltaNet speculative decoding for MAX: custom ops for CPU and GPU, and the graphs around them."""
+"""Gated DeltaNet speculative decoding for MAX: custom ops and the graphs around them."""
 
 from . import ops
 from .geometry import GatedDeltaGeometry

@@ -376,10 +376,10 @@ class _StatePool:
         return copied
 
     def values(self, rows: Any = slice(None)) -> Array:
-        data = self.data[rows]
+        data: Array = self.data[rows]
         if self.dtype == DType.bfloat16:
-            return (data.astype(np.uint32) << 16).view(np.float32)
-        return data.astype(np.float32)
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        return np.asarray(data, np.float32)
 
     def buffer(self) -> Buffer:
         return Buffer.from_numpy(self.data).view(self.dtype, self.data.shape)

@@ -171,12 +171,13 @@ def gated_delta_recurrence_fwd(
         slot_idx,
         input_row_offsets,
     )
-    return _add(
+    result: TensorValue = _add(
         op,
         device,
         [qkv, decay, beta, recurrent_state, slots, offsets],
         _recurrence_output(qkv, recurrent_state, device),
-    )[0].tensor
+    )
+    return result
 
 
 def gated_delta_recurrence_verify_ring_fwd(
@@ -233,12 +234,13 @@ def gated_delta_recurrence_verify_ring_fwd(
             op, "ring_slot_idx", ring_slots, 0, _static(slots.shape[0]), "the rows of slot_idx"
         )
         _check_ring(op, ring, _heads(op, qkv, recurrent_state), width)
-    return _add(
+    result: TensorValue = _add(
         op,
         device,
         [qkv, decay, beta, recurrent_state, ring, slots, ring_slots, offsets, width],
         _recurrence_output(qkv, recurrent_state, device),
-    )[0].tensor
+    )
+    return result
 
 
 def gated_delta_state_fold(
@@ -290,14 +292,17 @@ def _add(
     values: Sequence[TensorValue | BufferValue],
     output: TensorType | None,
     parameters: dict[str, Any] | None = None,
-) -> list[Any]:
+) -> Any:
+    """Adds the op to the current graph; returns its output, if it has one."""
     if not device.is_cpu():
         raise NotImplementedError(f"{op}: on {device}; the GPU kernels are not in this version yet")
     graph = Graph.current
     # A graph made without the library would fall back on MAX's GPU-only op of the same name.
     if kernel_library() not in graph.kernel_libraries_paths:
         graph._import_kernels([kernel_library()])
-    return ops.inplace_custom(op, device, values, None if output is None else [output], parameters)
+    out_types = None if output is None else [output]
+    results = ops.inplace_custom(op, device, values, out_types, parameters)
+    return None if output is None else results[0].tensor
 
 
 def _conv(
@@ -327,13 +332,14 @@ def _conv(
                 f"a conv width of {MIN_CONV_WIDTH} to {MAX_CONV_WIDTH} as dim 1",
             )
         _require_dim(op, "conv_state", conv_state, 2, width - 1, "the conv width - 1")
-    return _add(
+    result: TensorValue = _add(
         op,
         device,
         [qkv, weight, conv_state, slots, offsets, *extra],
         TensorType(DType.float32, qkv.shape, device),
         parameters,
-    )[0].tensor
+    )
+    return result
 
 
 def _recurrence_operands(
@@ -385,8 +391,8 @@ def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDelt
             op,
             "qkv_conv_output",
             f"has {channels} channels",
-            f"2 * key heads * {KD} + {nv} * {VD} for a whole number of key heads, as recurrent_state "
-            f"{recurrent_state.shape} has it",
+            f"2 * key heads * {KD} + {nv} * {VD} for a whole number of key heads, as "
+            f"recurrent_state {recurrent_state.shape} has it",
         )
     if nv % nk:
         _fail(
@@ -496,7 +502,7 @@ def _tensor(op: str, name: str, value: TensorValueLike, rank: int) -> TensorValu
 def _pool_device(op: str, name: str, value: BufferValue, rank: int) -> DeviceRef:
     if not isinstance(value, BufferValue):
         raise TypeError(
-            f"{op}: {name} is a {type(value).__name__}; need a buffer (BufferType), since it is changed"
+            f"{op}: {name} is a {type(value).__name__}; need a buffer (BufferType): it is changed"
         )
     if value.dtype not in STATE_DTYPES:
         raise TypeError(

@@ -96,7 +96,7 @@ def gated_delta_conv1d_verify_fwd(
 def token_step(
     state: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
 ) -> tuple[Array, Array]:
-    """One token of one value head: changes state [KD, VD], returns (out [VD], delta factor [VD])."""
+    """One token of one value head: changes state [KD, VD], returns out and delta factor [VD]."""
     eps = state.dtype.type(EPS)
     k_inv = 1 / np.sqrt(k @ k + eps)
     q_factor = 1 / np.sqrt(q @ q + eps) / np.sqrt(state.dtype.type(len(q)))
