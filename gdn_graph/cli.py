@@ -83,7 +83,8 @@ def demo(
         "conv_width": conv_width,
         "ring_len": ring_len or max(model.geometry.ring_len, drafts + 1),
     }
-    sizes = replace(model.geometry, **{k: v for k, v in free.items() if v is not None})
+    given = {name: size for name, size in free.items() if size is not None}
+    sizes = replace(model.geometry, **given, record_stride=0)
     options = DemoOptions(sizes, layers, batch, drafts, rounds, dtypes[dtype], seed)
     console = Console(stderr=as_json)
     done: list[Round] = []

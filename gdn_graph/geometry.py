@@ -33,6 +33,8 @@ class GatedDeltaGeometry:
         value_head_dim: VD, any size.
         conv_width: Taps of the causal conv, 2 to 8.
         ring_len: Window positions a ring row holds, at least the drafts + 1.
+        record_stride: Elements from one ring record to the next. 0, the default, pads the record to a
+            multiple of 32; MAX's cache may pad it further, to fit its pages.
 
     Raises:
         ValueError: If a value is out of range, or nv is no multiple of nk.
@@ -44,6 +46,7 @@ class GatedDeltaGeometry:
     value_head_dim: int
     conv_width: int = 4
     ring_len: int = 4
+    record_stride: int = 0
 
     def __post_init__(self) -> None:
         counts = {
@@ -65,6 +68,15 @@ class GatedDeltaGeometry:
             raise ValueError(
                 f"GatedDeltaGeometry: conv_width is {self.conv_width}; need "
                 f"{MIN_CONV_WIDTH} to {MAX_CONV_WIDTH}"
+            )
+
+        if self.record_stride == 0:
+            padded = -(-self.record_elements // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
+            object.__setattr__(self, "record_stride", padded)
+        elif self.record_stride < self.record_elements:
+            raise ValueError(
+                f"GatedDeltaGeometry: record_stride is {self.record_stride}; need at least "
+                f"{self.record_elements}, the elements of a record"
             )
 
     @property
@@ -91,11 +103,6 @@ class GatedDeltaGeometry:
     def record_elements(self) -> int:
         """Elements of one ring record: raw key, delta factors and decays of the group."""
         return self.key_head_dim + self.group * (self.value_head_dim + 1)
-
-    @property
-    def record_stride(self) -> int:
-        """Elements from one record to the next: padded to 32, as MAX pads it."""
-        return -(-self.record_elements // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
 
     def record_factors(self, group_head: int) -> slice:
         """Where in a record the delta factors of this group head lie."""
@@ -140,7 +147,7 @@ class ModelGeometry:
 
 
 MODELS: Final = {
-    "qwen3.5-27b": ModelGeometry(48, GatedDeltaGeometry(16, 48, 128, 128)),
+    "qwen3.5-27b": ModelGeometry(48, GatedDeltaGeometry(16, 48, 128, 128, record_stride=640)),
     "qwen3-next": ModelGeometry(36, GatedDeltaGeometry(16, 32, 128, 128)),
     "tiny": ModelGeometry(4, GatedDeltaGeometry(2, 6, 32, 24)),
 }
