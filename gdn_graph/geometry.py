@@ -33,8 +33,8 @@ class GatedDeltaGeometry:
         value_head_dim: VD, any size.
         conv_width: Taps of the causal conv, 2 to 8.
         ring_len: Window positions a ring row holds, at least the drafts + 1.
-        record_stride: Elements from one ring record to the next. 0, the default, pads the record to a
-            multiple of 32; MAX's cache may pad it further, to fit its pages.
+        record_stride: Elements from one ring record to the next. 0, the default, pads the record
+            to a multiple of 32; MAX's cache may pad it further, to fit its pages.
 
     Raises:
         ValueError: If a value is out of range, or nv is no multiple of nk.

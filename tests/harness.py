@@ -17,7 +17,7 @@ from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
-from gdn_graph import GatedDeltaGeometry, kernel_library, ops, reference
+from gdn_graph import GatedDeltaGeometry, kernel_library, ops
 from gdn_graph.geometry import PADDING
 
 Array = np.ndarray[Any, Any]
@@ -244,15 +244,15 @@ def conv_verify(
     )
 
 
-def tensor(*shape: str) -> TensorType:
+def tensor(*shape: int | str) -> TensorType:
     return TensorType(DType.float32, shape, DeviceRef.CPU())
 
 
-def buffer(dtype: DType, *shape: str) -> BufferType:
+def buffer(dtype: DType, *shape: int | str) -> BufferType:
     return BufferType(dtype, shape, DeviceRef.CPU())
 
 
-def ids(*shape: str) -> TensorType:
+def ids(*shape: int | str) -> TensorType:
     return TensorType(DType.uint32, shape, DeviceRef.CPU())
 
 
@@ -369,20 +369,3 @@ def assert_same_bits(got: Array, want: Array, what: str) -> None:
 
 def assert_same_pool(got: Pool, want: Pool, what: str) -> None:
     assert_same_bits(got.bits, want.bits, what)
-
-
-__all__ = [
-    "DTYPES",
-    "GEOMETRIES",
-    "PADDING",
-    "Case",
-    "Ops",
-    "Pool",
-    "assert_same_bits",
-    "assert_same_pool",
-    "normal",
-    "offsets_of",
-    "reference",
-    "relative_error",
-    "u32",
-]

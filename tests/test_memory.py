@@ -97,9 +97,7 @@ def test_a_row_longer_than_the_ring_commits_itself(ops_of, dtype):
     long_slot, long_ring = int(case.slots[1]), int(case.ring_slots[1])
     assert_same_bits(state.bits[long_slot], plain_state.bits[long_slot], "long row's state")
     assert_same_bits(others(state, [long_slot]), others(case.state, [long_slot]), "other states")
-    assert_same_bits(
-        ring.bits[long_ring], case.new_ring().bits[long_ring], "long row's ring row"
-    )
+    assert_same_bits(ring.bits[long_ring], case.new_ring().bits[long_ring], "long row's ring row")
     # The fold lands the short rows and leaves the long one alone: its count is above the ring.
     ops.fold(state, ring, case.slots[None], case.ring_slots[None], lengths, 3)
     assert_same_pool(state, plain_state, "pool after the fold")

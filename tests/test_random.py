@@ -1,4 +1,4 @@
-"""200 random ragged batches against the specification and against each other, on one set of graphs."""
+"""200 random ragged batches against the specification and the plain op, on one set of graphs."""
 
 from __future__ import annotations
 

@@ -69,9 +69,7 @@ def require_shape[
     symbols: StaticString,
 ) raises:
     if got != need:
-        fail(
-            op, argument, String("has shape ", got), String(need, ", which is ", symbols)
-        )
+        fail(op, argument, String("has shape ", got), String(need, ", which is ", symbols))
 
 
 def check_conv(
@@ -122,8 +120,16 @@ def check_recurrence(
             "qkv_conv_output",
             String("has ", qkv[1], " channels"),
             String(
-                "2 * key heads * ", KD, " + ", nv, " * ", VD, " for a whole number of key heads, ",
-                "as recurrent_state ", state, " has it",
+                "2 * key heads * ",
+                KD,
+                " + ",
+                nv,
+                " * ",
+                VD,
+                " for a whole number of key heads, ",
+                "as recurrent_state ",
+                state,
+                " has it",
             ),
         )
     if nv % nk != 0:
@@ -166,7 +172,8 @@ def check_ring(
             "ring",
             String("has record stride ", ring[3]),
             String(
-                "at least ", geometry.record_elements(),
+                "at least ",
+                geometry.record_elements(),
                 " = key head dim + group * (value head dim + 1)",
             ),
         )
@@ -273,9 +280,7 @@ def check_fold_ids(
 
 
 @always_inline
-def check_id(
-    op: StaticString, argument: StaticString, id: UInt32, row: Int, pool_rows: Int
-) raises:
+def check_id(op: StaticString, argument: StaticString, id: UInt32, row: Int, pool_rows: Int) raises:
     if id != PADDING and Int(id) >= pool_rows:
         fail(
             op,

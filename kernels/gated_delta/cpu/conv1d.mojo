@@ -25,9 +25,7 @@ comptime SEGMENT = 256
 comptime TOKENS_AT_ONCE = 4
 
 
-def turn[
-    dtype: DType
-](source: P[dtype], width: Int, channels: Int, to: P[F32]):
+def turn[dtype: DType](source: P[dtype], width: Int, channels: Int, to: P[F32]):
     """[channels, width] to float32 [width, BLOCK]."""
     for c in range(channels):
         for j in range(width):
@@ -61,7 +59,8 @@ struct Taps[work: DType](TrivialRegisterPassable):
 def conv_tokens[
     work: DType, TOKENS: Int, partial: Bool, inside: Bool
 ](taps: Taps[work], weights: P[F32], out_: P[work], t: Int, c: Int, n: Int):
-    """Outputs of tokens t .. t + TOKENS - 1 on channels [c, c + n); inside: no tap is before the row."""
+    """Outputs of tokens t .. t + TOKENS - 1 on channels [c, c + n); inside: no tap is before the row.
+    """
     var sums = Array[Vector, TOKENS](fill=Vector(0))
     var first = t - taps.history
     var xp = taps.row + first * taps.stride + c
@@ -88,9 +87,7 @@ def conv_segment[
     def tokens[TOKENS: Int, inside: Bool](t: Int) {imm}:
         var c = 0
         while c + W <= channels:
-            conv_tokens[TOKENS=TOKENS, partial=False, inside=inside](
-                taps, weights, out_, t, c, W
-            )
+            conv_tokens[TOKENS=TOKENS, partial=False, inside=inside](taps, weights, out_, t, c, W)
             c += W
         if c < channels:
             conv_tokens[TOKENS=TOKENS, partial=True, inside=inside](

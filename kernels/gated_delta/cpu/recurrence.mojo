@@ -128,9 +128,7 @@ def norms[
 @always_inline
 def delta_factors[
     work: DType, state: DType, ring: DType, NV: Int, partial: Bool
-](
-    w: Window[work, state, ring], t: Int, c: Int, n: Int, kv: Array[Vector, NV]
-) -> Array[Vector, NV]:
+](w: Window[work, state, ring], t: Int, c: Int, n: Int, kv: Array[Vector, NV]) -> Array[Vector, NV]:
     """The delta factor beta * (v - kv * kinv) * kinv of token t on columns [c, c + n)."""
     var kinv = w.kinv[unsafe_offset=t]
     var beta = Float32(w.beta[unsafe_offset=t * w.gate_stride])
@@ -224,7 +222,9 @@ def window_on_tile[
     tp = tile
 
     @always_inline
-    def last_step[write: Bool](r: Int) {imm k, imm q, imm f, imm VD, imm n, mut out, mut sp, mut tp}:
+    def last_step[
+        write: Bool
+    ](r: Int) {imm k, imm q, imm f, imm VD, imm n, mut out, mut sp, mut tp}:
         var kr = splat(k, r)
         var qr = splat(q, r)
         comptime for j in range(NV):

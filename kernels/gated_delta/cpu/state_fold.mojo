@@ -93,14 +93,7 @@ def fold_columns[
 
 def fold_head[
     state: DType, ring: DType
-](
-    S: P[state],
-    KD: Int,
-    VD: Int,
-    records: HeadRecords[ring],
-    accepted: Int,
-    next: P[state],
-):
+](S: P[state], KD: Int, VD: Int, records: HeadRecords[ring], accepted: Int, next: P[state],):
     comptime for A in range(1, MAX_HELD_RECORDS + 1):
         if accepted == A:
             fold_rows[A](S, KD, VD, records, accepted, next)
