@@ -86,6 +86,17 @@ def wide(a: UInt32, b: UInt32) -> UInt64:
 
 
 @always_inline
+def remainder(a: UInt32, b: UInt32) -> UInt32:
+    """a % b for b > 0, which Mojo's operator would check."""
+    comptime if is_nvidia_gpu():
+        return inlined_assembly[
+            "rem.u32 $0, $1, $2;", UInt32, constraints="=r,r,r", has_side_effect=False
+        ](a, b)
+    else:
+        return a % b
+
+
+@always_inline
 def offset(p: GlobalPtr[F32], i: UInt32) -> GlobalPtr[F32]:
     """p + i, by one multiplication instead of a widening and a shift."""
     return (p.bitcast[UInt8]() + wide(i, 4)).bitcast[Float32]()
