@@ -262,7 +262,7 @@ def recurrence[
     var ring_row = UInt32(0)
     comptime if VERIFY:
         ring_row = ring_slot_idx[unsafe_offset=row]
-        known &= ring_row < num_ring_rows
+        known &= (ring_row < num_ring_rows) | (length > UInt32(RING_LEN))  # which needs no ring
     # Tokens before the first row and after the last belong to none.
     var none_until = first if row == 0 else 0
     var none_from = last if row == batch_size - 1 else num_tokens
