@@ -24,8 +24,7 @@ from .cpu.conv1d import conv1d
 from .cpu.recurrence import recurrence
 from .cpu.state_fold import state_fold
 from .cpu.vector import fill_zero, P, untracked
-
-comptime NO_GPU = "the GPU kernels of this op are not built in"
+from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 
 
 def run_conv[
@@ -71,7 +70,10 @@ def run_conv[
             write_state,
         )
     else:
-        comptime assert False, NO_GPU
+        if write_state:
+            conv1d_gpu[True](op, output, qkv, weight, conv_state, slot_idx, offsets, ctx)
+        else:
+            conv1d_gpu[False](op, output, qkv, weight, conv_state, slot_idx, offsets, ctx)
 
 
 @extensibility.register("gated_delta_conv1d_fwd")
@@ -125,7 +127,7 @@ struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
                 comptime if is_cpu[target]():
                     fill_zero(untracked(conv_output_ragged.unsafe_ptr()), conv_output_ragged.size())
                 else:
-                    comptime assert False, NO_GPU
+                    zero_gpu(conv_output_ragged, ctx)
                 return
         run_conv[target=target](
             OP,
@@ -192,7 +194,18 @@ struct GatedDeltaRecurrenceFwd:
                 record_stride=0,
             )
         else:
-            comptime assert False, NO_GPU
+            recurrence_gpu(
+                OP,
+                geometry,
+                recurrence_output,
+                qkv_conv_output,
+                decay_per_token,
+                beta_per_token,
+                recurrent_state,
+                slot_idx,
+                input_row_offsets,
+                ctx,
+            )
 
 
 @extensibility.register("gated_delta_recurrence_verify_ring_fwd")
@@ -259,7 +272,34 @@ struct GatedDeltaRecurrenceVerifyRingFwd:
                 record_stride=ring.dim_size(3),
             )
         else:
-            comptime assert False, NO_GPU
+            if drafts == 0:
+                recurrence_gpu(
+                    OP,
+                    geometry,
+                    recurrence_output,
+                    qkv_conv_output,
+                    decay_per_token,
+                    beta_per_token,
+                    recurrent_state,
+                    slot_idx,
+                    input_row_offsets,
+                    ctx,
+                )
+            else:
+                verify_ring_gpu(
+                    OP,
+                    geometry,
+                    recurrence_output,
+                    qkv_conv_output,
+                    decay_per_token,
+                    beta_per_token,
+                    recurrent_state,
+                    ring,
+                    slot_idx,
+                    ring_slot_idx,
+                    input_row_offsets,
+                    ctx,
+                )
 
 
 @extensibility.register("gated_delta_state_fold")
@@ -329,4 +369,13 @@ struct GatedDeltaStateFold:
                 ring.dim_size(3),
             )
         else:
-            comptime assert False, NO_GPU
+            fold_gpu(
+                OP,
+                geometry,
+                recurrent_state,
+                ring,
+                row_ids,
+                ring_row_ids,
+                num_accepted,
+                ctx,
+            )
