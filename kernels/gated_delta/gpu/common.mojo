@@ -18,7 +18,7 @@ def copy_async[words: Int](src: GlobalPtr[F32], dst: SharedPtr):
             src.address_space_cast[AddressSpace.GLOBAL](), dst
         )
     else:
-        dst.store[alignment=words * 4](src.load[width=words, alignment=words * 4]())
+        dst.unsafe_store[alignment=words * 4](src.unsafe_load[width=words, alignment=words * 4]())
 
 
 @always_inline
@@ -30,7 +30,7 @@ def copies_wait():
 
 @always_inline
 def load_shared[width: Int](p: SharedPtr) -> SIMD[F32, width]:
-    return p.load[width=width, alignment=width * 4]()
+    return p.unsafe_load[width=width, alignment=width * 4]()
 
 
 @always_inline
@@ -38,17 +38,17 @@ def load_state[width: Int, dtype: DType](p: GlobalPtr[dtype]) -> SIMD[F32, width
     """A vector of a pool as float32."""
     comptime if dtype == DType.bfloat16 and width > 1:
         # Shift and mask: one operation an element, where a cast also unpacks every pair.
-        var pairs = bitcast[DType.uint32, width // 2](p.load[width=width, alignment=width * 2]())
+        var pairs = bitcast[DType.uint32, width // 2](p.unsafe_load[width=width, alignment=width * 2]())
         var low = bitcast[F32, width // 2](pairs << 16)
         var high = bitcast[F32, width // 2](pairs & 0xFFFF0000)
         return rebind[SIMD[F32, width]](low.interleave(high))
     else:
-        return p.load[width=width, alignment=width * size_of[Scalar[dtype]]()]().cast[F32]()
+        return p.unsafe_load[width=width, alignment=width * size_of[Scalar[dtype]]()]().cast[F32]()
 
 
 @always_inline
 def store_state[width: Int, dtype: DType](p: GlobalPtr[dtype], x: SIMD[F32, width]):
-    p.store[alignment=width * size_of[Scalar[dtype]]()](x.cast[dtype]())
+    p.unsafe_store[alignment=width * size_of[Scalar[dtype]]()](x.cast[dtype]())
 
 
 @always_inline

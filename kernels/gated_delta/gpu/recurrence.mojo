@@ -68,7 +68,7 @@ struct Step[KD: Int, VD: Int]:
             comptime scale = inverse_root(Self.KD)
             var first = inverse * scale if head.second else -inverse
             var second = gate if head.second else gate * inverse
-            gates.store[alignment=8](SIMD[F32, 2](first, second))
+            gates.unsafe_store[alignment=8](SIMD[F32, 2](first, second))
 
     @staticmethod
     @always_inline
