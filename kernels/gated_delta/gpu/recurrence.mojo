@@ -373,10 +373,11 @@ def recurrence[
                     min(left - UInt32(CHUNK), UInt32(CHUNK)),
                     shared + part * UInt32(CHUNK * S.WORDS),
                 )
-        var next_gates = load_shared[4](next + H.GATES)
+        var next_decay = (next + H.GATES)[unsafe_offset=3]
         var sums = S.update_read_decay_read(
-            head, s, reread(token), head.spread(f), next, next_gates[3]
+            head, s, reread(token), head.spread(f), next, next_decay
         )
+        var next_gates = load_shared[4](reread(next) + H.GATES)
         f = S.factors(head, sums, next, next_gates)
         var mine = sums * gates[2]
         comptime for i in range(H.RESULTS):
