@@ -3,6 +3,7 @@
 from std.sys import size_of
 from .common import F32, GlobalPtr, SharedPtr, opaque, wide
 from .head import Head
+from ..ring import RecordLayout
 
 
 @fieldwise_init
@@ -69,15 +70,16 @@ struct Records[KD: Int, VD: Int, ring_dtype: DType](TrivialRegisterPassable):
                     self.key(record, token, e)
                     e += head.splits * 32
         if (head.slice == 0) & (head.lane == 16):  # which copied it
-            var decays = UInt32(Self.KD) + opaque(head.group) * UInt32(Self.VD)
-            record[unsafe_offset=decays + head.group_head] = (token + Self.H.GATES)[
-                unsafe_offset=3
-            ].cast[Self.ring_dtype]()
+            var layout = RecordLayout(Self.KD, Self.VD, Int(opaque(head.group)))
+            record[unsafe_offset = UInt32(layout.decay(Int(head.group_head)))] = (
+                token + Self.H.GATES
+            )[unsafe_offset=3].cast[Self.ring_dtype]()
 
     @always_inline
     def sink(self, head: Self.H) -> Sink[Self.ring_dtype]:
         """Of the lane's delta factors, from the first record."""
-        var factor = UInt32(Self.KD) + head.group_head * UInt32(Self.VD)
+        var layout = RecordLayout(Self.KD, Self.VD, Int(head.group))
+        var factor = UInt32(layout.delta_factor(Int(head.group_head)))
         return Sink[Self.ring_dtype](
             (self.first + (factor + head.block_column() + head.result)).bitcast[UInt8](),
             UInt64(self.stride) * UInt64(size_of[Scalar[Self.ring_dtype]]()),

@@ -35,6 +35,8 @@ from .common import (
     wide,
 )
 
+from ..ring import RecordLayout
+
 
 def rows_per_thread(key_dim: Int, column_groups: Int, most: Int) -> Int:
     """As many as leave the block 128 threads, and whole quads."""
@@ -169,6 +171,7 @@ def gated_delta_state_fold_gpu[
     ]()
     var decays = stack_allocation[STAGED, F32, address_space = AddressSpace.SHARED]()
     var source = ring.ptr + wide(ring_row * UInt32(num_key_heads) + key_head, UInt32(RING_LEN) * stride)
+    var layout = RecordLayout(KD, VD, Int(group))
     var start = UInt32(0)
     while True:
         var count = accepted - start
@@ -181,7 +184,7 @@ def gated_delta_state_fold_gpu[
             var element = part_row + word
             var place = word
             if not is_key:
-                element = UInt32(KD) + group_head * UInt32(VD) + column
+                element = UInt32(layout.delta_factor(Int(group_head))) + column
                 comptime if W == 8:
                     place = (
                         UInt32(F.PART_ROWS)
@@ -196,7 +199,7 @@ def gated_delta_state_fold_gpu[
                 stage[ring_dtype](source + element, stride, records + place, F.WORDS, count, exists)
         if tid < count:
             var r = opaque(tid)  # so that only this branch prepares for it
-            var decay = source + (r * stride + UInt32(KD) + group * UInt32(VD) + group_head)
+            var decay = source + (r * stride + UInt32(layout.decay(Int(group_head))))
             stage[ring_dtype](decay, stride, decays + r, 0, 1, True)
         copies_wait()
         barrier()
