@@ -17,7 +17,9 @@ from max.gpu.host import get_gpu_target
 from gated_delta.gpu.conv1d import gated_delta_conv1d_fwd_gpu
 from gated_delta.gpu.head import Head
 from gated_delta.gpu.recurrence import (
+    gated_delta_recurrence_fwd_block_gpu,
     gated_delta_recurrence_fwd_gpu,
+    gated_delta_recurrence_verify_ring_block_gpu,
     gated_delta_recurrence_verify_ring_gpu,
 )
 from gated_delta.gpu.state_fold import Fold, gated_delta_state_fold_gpu
@@ -55,9 +57,23 @@ def launch_geometry[state_dtype: DType](suffix: String) -> String:
 def emit[state_dtype: DType](suffix: String) raises:
     comptime if is_defined["conv"]():
         comptime conv[write: Bool] = gated_delta_conv1d_fwd_gpu[
-            WORK, state_dtype, WIDTH, 128, write, Matrix, Matrix, Cube, Vector, Vector, Matrix, Engine
+            WORK,
+            state_dtype,
+            WIDTH,
+            128,
+            write,
+            Matrix,
+            Matrix,
+            Cube,
+            Vector,
+            Vector,
+            Matrix,
+            Engine,
         ]
-        write("conv_" + suffix + ".ptx", compile_info[conv[True], emission_kind="asm", target=Target]().asm)
+        write(
+            "conv_" + suffix + ".ptx",
+            compile_info[conv[True], emission_kind="asm", target=Target]().asm,
+        )
         write(
             "conv_read_" + suffix + ".ptx",
             compile_info[conv[False], emission_kind="asm", target=Target]().asm,
@@ -69,15 +85,64 @@ def emit[state_dtype: DType](suffix: String) raises:
         write("fwd_" + suffix + ".ptx", compile_info[fwd, emission_kind="asm", target=Target]().asm)
     comptime if is_defined["verify"]():
         comptime verify = gated_delta_recurrence_verify_ring_gpu[
-            WORK, state_dtype, RING, KD, VD, RING_LEN, Matrix, Matrix, Matrix, Matrix, Pool, Vector,
-            Vector, Pool, Vector, Engine,
+            WORK,
+            state_dtype,
+            RING,
+            KD,
+            VD,
+            RING_LEN,
+            Matrix,
+            Matrix,
+            Matrix,
+            Matrix,
+            Pool,
+            Vector,
+            Vector,
+            Pool,
+            Vector,
+            Engine,
         ]
-        write("verify_" + suffix + ".ptx", compile_info[verify, emission_kind="asm", target=Target]().asm)
+        write(
+            "verify_" + suffix + ".ptx",
+            compile_info[verify, emission_kind="asm", target=Target]().asm,
+        )
+    comptime if is_defined["block"]():
+        comptime fwd = gated_delta_recurrence_fwd_block_gpu[
+            WORK, state_dtype, KD, VD, Matrix, Matrix, Matrix, Matrix, Pool, Vector, Vector, Engine
+        ]
+        comptime verify = gated_delta_recurrence_verify_ring_block_gpu[
+            WORK,
+            state_dtype,
+            RING,
+            KD,
+            VD,
+            RING_LEN,
+            Matrix,
+            Matrix,
+            Matrix,
+            Matrix,
+            Pool,
+            Vector,
+            Vector,
+            Pool,
+            Vector,
+            Engine,
+        ]
+        write(
+            "fwd_block_" + suffix + ".ptx",
+            compile_info[fwd, emission_kind="asm", target=Target]().asm,
+        )
+        write(
+            "verify_block_" + suffix + ".ptx",
+            compile_info[verify, emission_kind="asm", target=Target]().asm,
+        )
     comptime if is_defined["fold"]():
         comptime fold = gated_delta_state_fold_gpu[
             state_dtype, RING, KD, VD, RING_LEN, Pool, Matrix, Pool, Matrix, Vector, Engine
         ]
-        write("fold_" + suffix + ".ptx", compile_info[fold, emission_kind="asm", target=Target]().asm)
+        write(
+            "fold_" + suffix + ".ptx", compile_info[fold, emission_kind="asm", target=Target]().asm
+        )
 
 
 def main() raises:

@@ -38,7 +38,9 @@ def load_state[width: Int, dtype: DType](p: GlobalPtr[dtype]) -> SIMD[F32, width
     """A vector of a pool as float32."""
     comptime if dtype == DType.bfloat16 and width > 1:
         # Shift and mask: one operation an element, where a cast also unpacks every pair.
-        var pairs = bitcast[DType.uint32, width // 2](p.unsafe_load[width=width, alignment=width * 2]())
+        var pairs = bitcast[DType.uint32, width // 2](
+            p.unsafe_load[width=width, alignment=width * 2]()
+        )
         var low = bitcast[F32, width // 2](pairs << 16)
         var high = bitcast[F32, width // 2](pairs & 0xFFFF0000)
         return rebind[SIMD[F32, width]](low.interleave(high))

@@ -76,11 +76,11 @@ def gated_delta_conv1d_fwd_gpu[
         """Outputs of tokens [first, last), of which this block writes its share."""
         var t = first + tile
         while t < last:
-            out[unsafe_offset = wide(t, conv_output_seqlen_stride)] = 0
+            out[unsafe_offset=wide(t, conv_output_seqlen_stride)] = 0
             t += tiles
 
     var first = input_row_offsets.ptr[unsafe_offset=row]
-    var last = min(input_row_offsets.ptr[unsafe_offset = row + 1], tokens)
+    var last = min(input_row_offsets.ptr[unsafe_offset=row + 1], tokens)
     if row == 0:
         zero(0, min(first, tokens))
     if row == UInt32(batch_size) - 1:
@@ -96,7 +96,7 @@ def gated_delta_conv1d_fwd_gpu[
     var w = Array[Float32, KERNEL_SIZE](fill=0)
     comptime for j in range(KERNEL_SIZE):
         w[j] = conv_weight.ptr.bitcast[Float32]()[
-            unsafe_offset = wide(c, conv_weight_channel_stride)
+            unsafe_offset=wide(c, conv_weight_channel_stride)
             + wide(UInt32(j), conv_weight_offset_stride)
         ]
     var begin = first + tile * UInt32(TILE)
@@ -105,22 +105,24 @@ def gated_delta_conv1d_fwd_gpu[
         var past = Array[Float32, PAST](fill=0)
         comptime for j in range(PAST):
             if begin - first + UInt32(j) >= UInt32(PAST):
-                past[j] = x[unsafe_offset = wide(begin + UInt32(j) - UInt32(PAST), qkv_input_seqlen_stride)]
+                past[j] = x[
+                    unsafe_offset=wide(begin + UInt32(j) - UInt32(PAST), qkv_input_seqlen_stride)
+                ]
             else:
-                past[j] = window[unsafe_offset = begin - first + UInt32(j)].cast[F32]()
+                past[j] = window[unsafe_offset=begin - first + UInt32(j)].cast[F32]()
         var t = begin
         while t < end:
             var new = Array[Float32, UNROLL](fill=0)
             comptime for u in range(UNROLL):
                 if t + UInt32(u) < end:
-                    new[u] = x[unsafe_offset = wide(t + UInt32(u), qkv_input_seqlen_stride)]
+                    new[u] = x[unsafe_offset=wide(t + UInt32(u), qkv_input_seqlen_stride)]
             comptime for u in range(UNROLL):
                 if t + UInt32(u) < end:
                     var sum = w[0] * past[0]
                     comptime for j in range(1, PAST):
                         sum = fma(w[j], past[j], sum)
                     sum = fma(w[PAST], new[u], sum)
-                    out[unsafe_offset = wide(t + UInt32(u), conv_output_seqlen_stride)] = sum
+                    out[unsafe_offset=wide(t + UInt32(u), conv_output_seqlen_stride)] = sum
                 comptime for j in range(PAST - 1):
                     past[j] = past[j + 1]
                 past[PAST - 1] = new[u]
@@ -131,8 +133,8 @@ def gated_delta_conv1d_fwd_gpu[
             var length = last - first
             comptime for j in range(PAST):  # ascending: an entry moves down before it is replaced
                 if length + UInt32(j) < UInt32(PAST):
-                    window[unsafe_offset=j] = window[unsafe_offset = length + UInt32(j)]
+                    window[unsafe_offset=j] = window[unsafe_offset=length + UInt32(j)]
                 else:
                     window[unsafe_offset=j] = x[
-                        unsafe_offset = wide(last + UInt32(j) - UInt32(PAST), qkv_input_seqlen_stride)
+                        unsafe_offset=wide(last + UInt32(j) - UInt32(PAST), qkv_input_seqlen_stride)
                     ].cast[state_dtype]()

@@ -63,7 +63,9 @@ def conv1d_gpu[
     """Launches the convolution; needs the conv width as a static dim of the weight."""
     comptime WIDTH = type_of(weight.to_tile_tensor[DType.int64]()).LayoutType.static_shape[1]
     comptime if WIDTH < 0:
-        fail(op, "conv_weight", "has a symbolic width", "a static one: the kernel is compiled for it")
+        fail(
+            op, "conv_weight", "has a symbolic width", "a static one: the kernel is compiled for it"
+        )
     else:
         var tokens = qkv.dim_size(0)
         var channels = qkv.dim_size(1)
@@ -298,9 +300,7 @@ def verify_ring_gpu[
         var slots = vector(slot_idx.unsafe_ptr(), rows)
         var offsets = vector(input_row_offsets.unsafe_ptr(), rows + 1)
         var grid = RecurrenceGrid[KD, VD].choose(rows, nk, nv, ctx)
-        var ring_tile = pool(
-            ring.unsafe_ptr(), ring.dim_size(0), nk, RING_LEN, ring.dim_size(3)
-        )
+        var ring_tile = pool(ring.unsafe_ptr(), ring.dim_size(0), nk, RING_LEN, ring.dim_size(3))
         var ring_slots = vector(ring_slot_idx.unsafe_ptr(), rows)
         comptime kernel = gated_delta_recurrence_verify_ring_gpu[
             work_dtype,
@@ -377,9 +377,7 @@ def fold_gpu[
             return
         var state = pool(recurrent_state.unsafe_ptr(), recurrent_state.dim_size(0), nv, KD, VD)
         var ids = matrix(row_ids.unsafe_ptr(), layers, rows)
-        var ring_tile = pool(
-            ring.unsafe_ptr(), ring.dim_size(0), nk, RING_LEN, ring.dim_size(3)
-        )
+        var ring_tile = pool(ring.unsafe_ptr(), ring.dim_size(0), nk, RING_LEN, ring.dim_size(3))
         var ring_ids = matrix(ring_row_ids.unsafe_ptr(), layers, rows)
         var accepted = vector(num_accepted.unsafe_ptr(), rows)
         comptime kernel = gated_delta_state_fold_gpu[

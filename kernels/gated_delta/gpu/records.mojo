@@ -34,7 +34,7 @@ struct Ring[KD: Int, VD: Int, ring_dtype: DType, RING_LEN: Int](TrivialRegisterP
         comptime if Self.RING_LEN == 0:
             return Records[Self.KD, Self.VD, Self.ring_dtype](self.tiles, 0, False)
         else:
-            var row = self.slot_idx[unsafe_offset = head.batch_row]
+            var row = self.slot_idx[unsafe_offset=head.batch_row]
             return Records[Self.KD, Self.VD, Self.ring_dtype](
                 self.tiles
                 + wide(
@@ -71,7 +71,7 @@ struct Records[KD: Int, VD: Int, ring_dtype: DType](TrivialRegisterPassable):
                     e += head.splits * 32
         if (head.slice == 0) & (head.lane == 16):  # which copied it
             var layout = RecordLayout(Self.KD, Self.VD, Int(opaque(head.group)))
-            record[unsafe_offset = UInt32(layout.decay(Int(head.group_head)))] = (
+            record[unsafe_offset=UInt32(layout.decay(Int(head.group_head)))] = (
                 token + Self.H.GATES
             )[unsafe_offset=3].cast[Self.ring_dtype]()
 

@@ -158,7 +158,9 @@ def gated_delta_state_fold_gpu[
     comptime if F.USED != F.THREADS:  # the others only stage
         owns = tid < UInt32(F.USED)
         first_row = first_row if owns else 0
-    var tile = recurrent_state.ptr + (wide(row, UInt32(num_value_heads)) + UInt64(h)) * UInt64(KD * VD)
+    var tile = recurrent_state.ptr + (wide(row, UInt32(num_value_heads)) + UInt64(h)) * UInt64(
+        KD * VD
+    )
     tile += (part_row + first_row) * UInt32(VD) + column_group * UInt32(W)
     var s = Array[SIMD[F32, W], R](fill=0)
     comptime for i in range(R):
@@ -167,10 +169,12 @@ def gated_delta_state_fold_gpu[
 
     # A thread's eight columns lie in two planes of four: 16-byte loads without bank conflicts.
     var records = stack_allocation[
-        STAGED * F.WORDS, F32, address_space = AddressSpace.SHARED, alignment=16
+        STAGED * F.WORDS, F32, address_space=AddressSpace.SHARED, alignment=16
     ]()
-    var decays = stack_allocation[STAGED, F32, address_space = AddressSpace.SHARED]()
-    var source = ring.ptr + wide(ring_row * UInt32(num_key_heads) + key_head, UInt32(RING_LEN) * stride)
+    var decays = stack_allocation[STAGED, F32, address_space=AddressSpace.SHARED]()
+    var source = ring.ptr + wide(
+        ring_row * UInt32(num_key_heads) + key_head, UInt32(RING_LEN) * stride
+    )
     var layout = RecordLayout(KD, VD, Int(group))
     var start = UInt32(0)
     while True:
