@@ -31,13 +31,12 @@ def vector(array: Array, name: str, *, readonly: bool = True, poison: Any = None
 
 @dataclass
 class Simulated:
-    """The kernels of one geometry and pool dtype; `wide` blocks cover more of a head each."""
+    """The kernels of one geometry, pool dtype and algorithm; `wide` blocks cover more of a head."""
 
     geometry: GatedDeltaGeometry
     dtype: str = "f32"
-    wide: bool = False
-    kernels: tuple[str, ...] = ("conv", "fwd", "verify", "fold")
     algorithm: str = "exact"
+    wide: bool = False
     stats: Stats | None = field(default=None, init=False)  # of the last launch
 
     @cached_property
@@ -49,7 +48,6 @@ class Simulated:
             g.value_head_dim,
             g.ring_len,
             g.conv_width,
-            kernels=self.kernels,
             dtypes=dtypes,
         )
 

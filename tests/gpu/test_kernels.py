@@ -35,9 +35,14 @@ geometries = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMET
 pools = pytest.mark.parametrize("dtype", ["f32", "bf16"])
 
 
+algorithms = pytest.mark.parametrize("algorithm", ["exact", "block"])
+
+
 @cache
-def simulated(geometry: GatedDeltaGeometry, dtype: str, wide: bool = False) -> Simulated:
-    return Simulated(geometry, dtype, wide)
+def simulated(
+    geometry: GatedDeltaGeometry, dtype: str, algorithm: str = "exact", wide: bool = False
+) -> Simulated:
+    return Simulated(geometry, dtype, algorithm, wide)
 
 
 def ragged(geometry: GatedDeltaGeometry, dtype: str, seed: int = 0, **options) -> Case:
@@ -60,10 +65,11 @@ def unowned(case: Case, pool: Pool, rows: list[int]) -> np.ndarray:
 
 @geometries
 @pools
-def test_plain_against_the_specification(geometry, dtype):
+@algorithms
+def test_plain_against_the_specification(geometry, dtype, algorithm):
     case = ragged(geometry, dtype)
     state = case.state.copy()
-    out = simulated(geometry, dtype).plain(*case.gates, state, case.slots, case.offsets)
+    out = simulated(geometry, dtype, algorithm).plain(*case.gates, state, case.slots, case.offsets)
     true_state = numbers(case.state, dtype)
     true = reference.gated_delta_recurrence_fwd(
         *case.gates, true_state, case.slots, case.offsets
@@ -77,9 +83,10 @@ def test_plain_against_the_specification(geometry, dtype):
 
 @geometries
 @pools
+@algorithms
 @pytest.mark.parametrize("stride_padding", [3, 30])
-def test_verify_equals_plain_and_records_the_window(geometry, dtype, stride_padding):
-    ops = simulated(geometry, dtype)
+def test_verify_equals_plain_and_records_the_window(geometry, dtype, algorithm, stride_padding):
+    ops = simulated(geometry, dtype, algorithm)
     case = ragged(geometry, dtype, stride_padding=stride_padding)
     plain_state, state, ring = case.state.copy(), case.state.copy(), case.new_ring()
     plain = ops.plain(*case.gates, plain_state, case.slots, case.offsets)
@@ -110,8 +117,9 @@ def test_verify_equals_plain_and_records_the_window(geometry, dtype, stride_padd
 
 @geometries
 @pools
-def test_verify_and_fold_equal_plain_over_the_accepted_prefix(geometry, dtype):
-    ops = simulated(geometry, dtype)
+@algorithms
+def test_verify_and_fold_equal_plain_over_the_accepted_prefix(geometry, dtype, algorithm):
+    ops = simulated(geometry, dtype, algorithm)
     case = ragged(geometry, dtype, seed=1)
     verified, ring = case.state.copy(), case.new_ring()
     ops.verify(*case.gates, verified, ring, case.slots, case.ring_slots, case.offsets, case.k)
@@ -130,8 +138,10 @@ def test_verify_and_fold_equal_plain_over_the_accepted_prefix(geometry, dtype):
 
 @geometries
 @pools
-def test_the_bits_do_not_depend_on_the_blocks_or_the_batch(geometry, dtype):
-    narrow, wide = simulated(geometry, dtype), simulated(geometry, dtype, True)
+@algorithms
+def test_the_bits_do_not_depend_on_the_blocks_or_the_batch(geometry, dtype, algorithm):
+    narrow = simulated(geometry, dtype, algorithm)
+    wide = simulated(geometry, dtype, algorithm, True)
     case = ragged(geometry, dtype, seed=2)
     results = []
     for ops in (narrow, wide):
