@@ -14,6 +14,12 @@ width, which must be static there. Row b is tokens
 touches no pool or ring and its outputs are zero, as are those of tokens of no row. Aliased rows are
 legal; what they write to the row they share is unspecified.
 
+The recurrence has two algorithms. "exact" goes token by token: a verify, its fold and the plain op
+agree to the bit however a row is cut into calls. "block" reads the state once for four tokens and
+solves for their factors: faster on a GPU that is bound by instructions. It agrees to the bit with
+itself, when the plain op runs the tokens of the window in one call; it differs from "exact", and
+from a row cut elsewhere, in the last bits. It has GPU kernels only.
+
 All arithmetic is float32. Pools may be float32, bfloat16 or float16; a ring must be
 float32 for the fold to be exact.
 """
@@ -144,6 +150,8 @@ def gated_delta_recurrence_fwd(
     recurrent_state: BufferValue,
     slot_idx: TensorValueLike,
     input_row_offsets: TensorValueLike,
+    *,
+    algorithm: str = "exact",
 ) -> TensorValue:
     """The plain gated delta rule: each row runs from its slot's state and replaces it.
 
@@ -159,6 +167,7 @@ def gated_delta_recurrence_fwd(
         recurrent_state: [slots, nv, KD, VD]; the state of each row with tokens is replaced.
         slot_idx: [B], uint32 (other integers are cast).
         input_row_offsets: [B + 1], uint32, never decreasing, at most N.
+        algorithm: "exact" or "block", see the module.
 
     Returns:
         float32 [N, nv * VD].
@@ -180,6 +189,7 @@ def gated_delta_recurrence_fwd(
         device,
         [qkv, decay, beta, recurrent_state, slots, offsets],
         _recurrence_output(qkv, recurrent_state, device),
+        _algorithm(op, algorithm, device),
     )
     return result
 
@@ -194,6 +204,8 @@ def gated_delta_recurrence_verify_ring_fwd(
     ring_slot_idx: TensorValueLike,
     input_row_offsets: TensorValueLike,
     verify_width: TensorValue,
+    *,
+    algorithm: str = "exact",
 ) -> TensorValue:
     """The recurrence over a window of drafts that leaves the state alone and fills the ring.
 
@@ -214,6 +226,7 @@ def gated_delta_recurrence_verify_ring_fwd(
         ring_slot_idx: [B], uint32 (other integers are cast).
         input_row_offsets: [B + 1], uint32, never decreasing, at most N.
         verify_width: int64 [K] on the CPU, see verify_width_operand.
+        algorithm: "exact" or "block", see the module.
 
     Returns:
         float32 [N, nv * VD].
@@ -244,6 +257,7 @@ def gated_delta_recurrence_verify_ring_fwd(
         device,
         [qkv, decay, beta, recurrent_state, ring, slots, ring_slots, offsets, width],
         _recurrence_output(qkv, recurrent_state, device),
+        _algorithm(op, algorithm, device),
     )
     return result
 
@@ -531,6 +545,15 @@ def _require_dim(
     got = _static(value.shape[axis])
     if got is not None and need is not None and got != need:
         _fail(op, name, f"has shape {value.shape}", f"{need}, {why}, as dim {axis}")
+
+
+def _algorithm(op: str, algorithm: str, device: DeviceRef) -> dict[str, Any]:
+    """The op's parameters for an algorithm."""
+    if algorithm not in ("exact", "block"):
+        _fail(op, "algorithm", f"is {algorithm!r}", '"exact" or "block"')
+    if algorithm == "block" and device.is_cpu():
+        _fail(op, "algorithm", f'is "block" on {device}', '"exact": block has GPU kernels only')
+    return {"block": algorithm == "block"}
 
 
 def _require_head_dims(op: str, recurrent_state: BufferValue, device: DeviceRef) -> None:

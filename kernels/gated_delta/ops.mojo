@@ -26,6 +26,8 @@ from .cpu.state_fold import state_fold
 from .cpu.vector import fill_zero, P, untracked
 from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 
+comptime NO_BLOCK = "the block form has no CPU kernel"
+
 
 def run_conv[
     work_dtype: DType, state_dtype: DType, target: StaticString
@@ -143,7 +145,7 @@ struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
 
 
 @extensibility.register("gated_delta_recurrence_fwd")
-struct GatedDeltaRecurrenceFwd:
+struct GatedDeltaRecurrenceFwd[block: Bool = False]:
     @staticmethod
     def execute[
         work_dtype: DType, state_dtype: DType, target: StaticString
@@ -172,6 +174,7 @@ struct GatedDeltaRecurrenceFwd:
             input_row_offsets.shape(),
         )
         comptime if is_cpu[target]():
+            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
             check_offsets(OP, offsets, batch_size, num_tokens)
@@ -194,7 +197,7 @@ struct GatedDeltaRecurrenceFwd:
                 record_stride=0,
             )
         else:
-            recurrence_gpu(
+            recurrence_gpu[Self.block](
                 OP,
                 geometry,
                 recurrence_output,
@@ -209,7 +212,7 @@ struct GatedDeltaRecurrenceFwd:
 
 
 @extensibility.register("gated_delta_recurrence_verify_ring_fwd")
-struct GatedDeltaRecurrenceVerifyRingFwd:
+struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
     @staticmethod
     def execute[
         work_dtype: DType, state_dtype: DType, ring_dtype: DType, target: StaticString
@@ -246,6 +249,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd:
             check_ring(OP, geometry, ring.shape(), drafts)
             check_ring_rows(OP, slot_idx.shape(), ring_slot_idx.shape())
         comptime if is_cpu[target]():
+            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var ring_slots = untracked(ring_slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
@@ -273,7 +277,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd:
             )
         else:
             if drafts == 0:
-                recurrence_gpu(
+                recurrence_gpu[Self.block](
                     OP,
                     geometry,
                     recurrence_output,
@@ -286,7 +290,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd:
                     ctx,
                 )
             else:
-                verify_ring_gpu(
+                verify_ring_gpu[Self.block](
                     OP,
                     geometry,
                     recurrence_output,

@@ -11,7 +11,12 @@ from max.gpu.host import DeviceAttribute, DeviceContext
 from .common import F32
 from .conv1d import TILE, gated_delta_conv1d_fwd_gpu
 from .head import Head
-from .recurrence import gated_delta_recurrence_fwd_gpu, gated_delta_recurrence_verify_ring_gpu
+from .recurrence import (
+    gated_delta_recurrence_fwd_block_gpu,
+    gated_delta_recurrence_fwd_gpu,
+    gated_delta_recurrence_verify_ring_block_gpu,
+    gated_delta_recurrence_verify_ring_gpu,
+)
 from .state_fold import Fold, gated_delta_state_fold_gpu
 from ..checks import HeadGeometry
 from ..cpu.vector import untracked
@@ -182,7 +187,7 @@ def fail_head_dims(op: StaticString, KD: Int, VD: Int) raises:
 
 
 def recurrence_gpu[
-    work_dtype: DType, state_dtype: DType
+    block: Bool, work_dtype: DType, state_dtype: DType
 ](
     op: StaticString,
     geometry: HeadGeometry,
@@ -219,7 +224,7 @@ def recurrence_gpu[
         var slots = vector(slot_idx.unsafe_ptr(), rows)
         var offsets = vector(input_row_offsets.unsafe_ptr(), rows + 1)
         var grid = RecurrenceGrid[KD, VD].choose(rows, nk, nv, ctx)
-        comptime kernel = gated_delta_recurrence_fwd_gpu[
+        comptime exact = gated_delta_recurrence_fwd_gpu[
             work_dtype,
             state_dtype,
             KD,
@@ -233,6 +238,21 @@ def recurrence_gpu[
             Vector,
             out.Engine,
         ]
+        comptime blocked = gated_delta_recurrence_fwd_block_gpu[
+            work_dtype,
+            state_dtype,
+            KD,
+            VD,
+            Matrix,
+            Matrix,
+            Matrix,
+            Matrix,
+            Pool,
+            Vector,
+            Vector,
+            out.Engine,
+        ]
+        comptime kernel = blocked if block else exact
         ctx.enqueue_function[kernel](
             Int32(rows),
             Int32(nv),
@@ -257,7 +277,7 @@ def recurrence_gpu[
 
 
 def verify_ring_gpu[
-    work_dtype: DType, state_dtype: DType, ring_dtype: DType
+    block: Bool, work_dtype: DType, state_dtype: DType, ring_dtype: DType
 ](
     op: StaticString,
     geometry: HeadGeometry,
@@ -302,7 +322,7 @@ def verify_ring_gpu[
         var grid = RecurrenceGrid[KD, VD].choose(rows, nk, nv, ctx)
         var ring_tile = pool(ring.unsafe_ptr(), ring.dim_size(0), nk, RING_LEN, ring.dim_size(3))
         var ring_slots = vector(ring_slot_idx.unsafe_ptr(), rows)
-        comptime kernel = gated_delta_recurrence_verify_ring_gpu[
+        comptime exact = gated_delta_recurrence_verify_ring_gpu[
             work_dtype,
             state_dtype,
             ring_dtype,
@@ -320,6 +340,25 @@ def verify_ring_gpu[
             Vector,
             out.Engine,
         ]
+        comptime blocked = gated_delta_recurrence_verify_ring_block_gpu[
+            work_dtype,
+            state_dtype,
+            ring_dtype,
+            KD,
+            VD,
+            RING_LEN,
+            Matrix,
+            Matrix,
+            Matrix,
+            Matrix,
+            Pool,
+            Vector,
+            Vector,
+            Pool,
+            Vector,
+            out.Engine,
+        ]
+        comptime kernel = blocked if block else exact
         ctx.enqueue_function[kernel](
             Int32(rows),
             Int32(nv),
