@@ -2,8 +2,9 @@
 
     python scripts/emit_ptx.py FOLDER [--arch sm_90] [--key-head-dim 128] ...
 
-writes FOLDER/<kernel>_<pool dtype>.ptx and FOLDER/launch.json. The cache lies beside that of the kernel library and is
-keyed by the sources, the compiler and the options, so that an edited kernel is compiled anew.
+writes FOLDER/<kernel>_<pool dtype>.ptx and FOLDER/launch.json. The cache lies beside that of the
+kernel library and is keyed by the sources, the compiler and the options, so that an edited kernel
+is compiled anew.
 """
 
 from __future__ import annotations

@@ -207,9 +207,7 @@ def documentation(module: str, folder: Path) -> dict[str, Any]:
     """What `mojo doc` says of the functions of a module, by name."""
     out = folder / f"{module}.json"
     source = source_dir() / "gpu" / f"{module}.mojo"
-    done = subprocess_run_mojo(
-        ["doc", str(source), "-o", str(out)], capture_output=True, text=True
-    )
+    done = subprocess_run_mojo(["doc", str(source), "-o", str(out)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     functions = json.loads(out.read_text())["decl"]["functions"]
     return {function["name"]: function for function in functions}
@@ -237,7 +235,9 @@ def instantiation(kernel: str, by_keyword: bool) -> str:
     declared, passed = [], []
     for arg, kind, _ in args:
         for parameter, value in values.items():
-            kind = kind.replace(f"[{parameter},", f"[{value},").replace(f" {parameter},", f" {value},")
+            kind = kind.replace(f"[{parameter},", f"[{value},").replace(
+                f" {parameter},", f" {value},"
+            )
         kind = kind.replace("=Engine]", "=TileEngine]").replace("[.uint32", "[DType.uint32")
         declared.append(f"{arg}: {kind}")
         passed.append(f"{arg}={arg}" if by_keyword else arg)

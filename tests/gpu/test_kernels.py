@@ -71,9 +71,7 @@ def test_plain_against_the_specification(geometry, dtype, algorithm):
     state = case.state.copy()
     out = simulated(geometry, dtype, algorithm).plain(*case.gates, state, case.slots, case.offsets)
     true_state = numbers(case.state, dtype)
-    true = reference.gated_delta_recurrence_fwd(
-        *case.gates, true_state, case.slots, case.offsets
-    )
+    true = reference.gated_delta_recurrence_fwd(*case.gates, true_state, case.slots, case.offsets)
     assert relative_error(out, true) <= TOLERANCE
     assert (out[case.offsets[-2] :] == 0).all(), "tokens of a padding row and of no row"
     ran = [int(s) for s, n in zip(case.slots, case.lengths, strict=True) if n and s != PADDING]
@@ -208,7 +206,9 @@ def test_fold_of_several_layers(geometry):
     accepted = [geometry.ring_len, 2]
     g = geometry
     state = Pool.of(DTYPES["f32"], rng.standard_normal(g.recurrent_state_shape(5)))
-    ring = Pool.of(DTYPES["f32"], rng.standard_normal((4, g.num_key_heads, g.ring_len, g.record_elements + 1)))
+    ring = Pool.of(
+        DTYPES["f32"], rng.standard_normal((4, g.num_key_heads, g.ring_len, g.record_elements + 1))
+    )
     true = state.values.astype(np.float64)
     reference.gated_delta_state_fold(true, ring.values, rows, ring_rows, accepted, 1)
     before = state.copy()
