@@ -31,7 +31,21 @@ GEOMETRIES = {
 STATE_TOLERANCE = {"f32": 1e-5, "bf16": 1e-2, "f16": 2e-3}
 TOLERANCE = 2e-5
 
-geometries = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+# The ends of what is allowed, and dims that fill neither a warp nor a block.
+RARE = {
+    "256x256": GatedDeltaGeometry(1, 1, 256, 256, ring_len=2, conv_width=2),
+    "16x16": GatedDeltaGeometry(3, 3, 16, 16, ring_len=1, conv_width=5),
+    "40x72": GatedDeltaGeometry(2, 4, 40, 72, ring_len=32, conv_width=6),
+    "248x16": GatedDeltaGeometry(1, 3, 248, 16, ring_len=5, conv_width=7),
+    "16x256": GatedDeltaGeometry(1, 2, 16, 256, ring_len=9),
+}
+geometries = pytest.mark.parametrize(
+    "geometry",
+    [
+        *(pytest.param(geometry, id=name) for name, geometry in GEOMETRIES.items()),
+        *(pytest.param(g, id=name, marks=pytest.mark.slow) for name, g in RARE.items()),
+    ],
+)
 pools = pytest.mark.parametrize("dtype", ["f32", "bf16"])
 
 
