@@ -7,12 +7,20 @@ anything. Both raise ValueError with the op, the argument, what came and what is
 for a value of the wrong kind or dtype).
 
 Symbols: N tokens, B rows, L layers, K drafts, nk / nv key / value heads, KD / VD key / value head
-dim, conv_dim = 2 * nk * KD + nv * VD. Any of the dims may be symbolic on the CPU. Row b is tokens
+dim, conv_dim = 2 * nk * KD + nv * VD. Any of the dims may be symbolic on the CPU. GPU kernels are
+compiled for KD and VD (multiples of 8 from 16 to 256), the ring length (up to 32) and the conv
+width, which must be static there. Row b is tokens
 [input_row_offsets[b], input_row_offsets[b + 1]). An id of 0xFFFFFFFF (or -1) names no row: that row
 touches no pool or ring and its outputs are zero, as are those of tokens of no row. Aliased rows are
 legal; what they write to the row they share is unspecified.
 
-On the CPU all arithmetic is float32. Pools may be float32, bfloat16 or float16; a ring must be
+The recurrence has two algorithms. "exact" goes token by token: a verify, its fold and the plain op
+agree to the bit however a row is cut into calls. "block" reads the state once for four tokens and
+solves for their factors: faster on a GPU that is bound by instructions. It agrees to the bit with
+itself, when the plain op runs the tokens of the window in one call; it differs from "exact", and
+from a row cut elsewhere, in the last bits. It has GPU kernels only.
+
+All arithmetic is float32. Pools may be float32, bfloat16 or float16; a ring must be
 float32 for the fold to be exact.
 """
 
@@ -38,6 +46,8 @@ from .geometry import MAX_CONV_WIDTH, MIN_CONV_WIDTH, STATE_DTYPES, GatedDeltaGe
 from .library import kernel_library
 
 _WORK_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+_GPU_HEAD_DIMS = (16, 256)
+_MAX_GPU_RING_LEN = 32
 
 
 def verify_width_operand(num_draft_tokens: DimLike) -> TensorValue:
@@ -140,6 +150,8 @@ def gated_delta_recurrence_fwd(
     recurrent_state: BufferValue,
     slot_idx: TensorValueLike,
     input_row_offsets: TensorValueLike,
+    *,
+    algorithm: str = "exact",
 ) -> TensorValue:
     """The plain gated delta rule: each row runs from its slot's state and replaces it.
 
@@ -155,6 +167,7 @@ def gated_delta_recurrence_fwd(
         recurrent_state: [slots, nv, KD, VD]; the state of each row with tokens is replaced.
         slot_idx: [B], uint32 (other integers are cast).
         input_row_offsets: [B + 1], uint32, never decreasing, at most N.
+        algorithm: "exact" or "block", see the module.
 
     Returns:
         float32 [N, nv * VD].
@@ -176,6 +189,7 @@ def gated_delta_recurrence_fwd(
         device,
         [qkv, decay, beta, recurrent_state, slots, offsets],
         _recurrence_output(qkv, recurrent_state, device),
+        _algorithm(op, algorithm, device),
     )
     return result
 
@@ -190,6 +204,8 @@ def gated_delta_recurrence_verify_ring_fwd(
     ring_slot_idx: TensorValueLike,
     input_row_offsets: TensorValueLike,
     verify_width: TensorValue,
+    *,
+    algorithm: str = "exact",
 ) -> TensorValue:
     """The recurrence over a window of drafts that leaves the state alone and fills the ring.
 
@@ -210,6 +226,7 @@ def gated_delta_recurrence_verify_ring_fwd(
         ring_slot_idx: [B], uint32 (other integers are cast).
         input_row_offsets: [B + 1], uint32, never decreasing, at most N.
         verify_width: int64 [K] on the CPU, see verify_width_operand.
+        algorithm: "exact" or "block", see the module.
 
     Returns:
         float32 [N, nv * VD].
@@ -234,11 +251,13 @@ def gated_delta_recurrence_verify_ring_fwd(
             op, "ring_slot_idx", ring_slots, 0, _static(slots.shape[0]), "the rows of slot_idx"
         )
         _check_ring(op, ring, _heads(op, qkv, recurrent_state), width)
+        _require_compiled(op, "ring", ring, 2, device, 1, _MAX_GPU_RING_LEN)
     result: TensorValue = _add(
         op,
         device,
         [qkv, decay, beta, recurrent_state, ring, slots, ring_slots, offsets, width],
         _recurrence_output(qkv, recurrent_state, device),
+        _algorithm(op, algorithm, device),
     )
     return result
 
@@ -283,6 +302,8 @@ def gated_delta_state_fold(
         _require_dim(op, "ring_row_ids", ring_rows, 0, layers, "the layers of row_ids")
         _require_dim(op, "ring_row_ids", ring_rows, 1, batch, "the rows of num_accepted")
         _check_fold(op, recurrent_state, ring, width)
+        _require_head_dims(op, recurrent_state, device)
+        _require_compiled(op, "ring", ring, 2, device, 1, _MAX_GPU_RING_LEN)
     _add(op, device, [recurrent_state, ring, rows, ring_rows, accepted, width], None)
 
 
@@ -294,8 +315,6 @@ def _add(
     parameters: dict[str, Any] | None = None,
 ) -> Any:
     """Adds the op to the current graph; returns its output, if it has one."""
-    if not device.is_cpu():
-        raise NotImplementedError(f"{op}: on {device}; the GPU kernels are not in this version yet")
     graph = Graph.current
     # A graph made without the library would fall back on MAX's GPU-only op of the same name.
     if kernel_library() not in graph.kernel_libraries_paths:
@@ -323,6 +342,7 @@ def _conv(
     width = _static(weight.shape[1])
     _require_dim(op, "conv_weight", weight, 0, channels, "the channels of qkv_input_ragged")
     _require_dim(op, "conv_state", conv_state, 1, channels, "the channels of qkv_input_ragged")
+    _require_compiled(op, "conv_weight", weight, 1, device, MIN_CONV_WIDTH, MAX_CONV_WIDTH)
     if width is not None:
         if not MIN_CONV_WIDTH <= width <= MAX_CONV_WIDTH:
             _fail(
@@ -362,6 +382,7 @@ def _recurrence_operands(
         _require_dim(op, name, value, 0, tokens, "the tokens of qkv_conv_output")
         _require_dim(op, name, value, 1, heads, "the value heads of recurrent_state")
     _heads(op, qkv, recurrent_state)
+    _require_head_dims(op, recurrent_state, device)
     return qkv, decay, beta, slots, offsets
 
 
@@ -524,6 +545,46 @@ def _require_dim(
     got = _static(value.shape[axis])
     if got is not None and need is not None and got != need:
         _fail(op, name, f"has shape {value.shape}", f"{need}, {why}, as dim {axis}")
+
+
+def _algorithm(op: str, algorithm: str, device: DeviceRef) -> dict[str, Any]:
+    """The op's parameters for an algorithm."""
+    if algorithm not in ("exact", "block"):
+        _fail(op, "algorithm", f"is {algorithm!r}", '"exact" or "block"')
+    if algorithm == "block" and device.is_cpu():
+        _fail(op, "algorithm", f'is "block" on {device}', '"exact": block has GPU kernels only')
+    return {"block": algorithm == "block"}
+
+
+def _require_head_dims(op: str, recurrent_state: BufferValue, device: DeviceRef) -> None:
+    for axis in (2, 3):
+        _require_compiled(
+            op, "recurrent_state", recurrent_state, axis, device, *_GPU_HEAD_DIMS, multiple=8
+        )
+
+
+def _require_compiled(
+    op: str,
+    name: str,
+    value: TensorValue | BufferValue,
+    axis: int,
+    device: DeviceRef,
+    low: int,
+    high: int,
+    multiple: int = 1,
+) -> None:
+    """On a GPU, asks for a static dim that the kernels can be compiled for."""
+    if device.is_cpu():
+        return
+    got = _static(value.shape[axis])
+    if got is None or not low <= got <= high or got % multiple:
+        of = f"a multiple of {multiple} " if multiple > 1 else ""
+        _fail(
+            op,
+            name,
+            f"has shape {value.shape} on {device}",
+            f"{of}from {low} to {high}, static, as dim {axis}: GPU kernels are compiled for it",
+        )
 
 
 def _static(dim: Any) -> int | None:

@@ -24,8 +24,9 @@ from .cpu.conv1d import conv1d
 from .cpu.recurrence import recurrence
 from .cpu.state_fold import state_fold
 from .cpu.vector import fill_zero, P, untracked
+from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 
-comptime NO_GPU = "the GPU kernels of this op are not built in"
+comptime NO_BLOCK = "the block form has no CPU kernel"
 
 
 def run_conv[
@@ -71,7 +72,10 @@ def run_conv[
             write_state,
         )
     else:
-        comptime assert False, NO_GPU
+        if write_state:
+            conv1d_gpu[True](op, output, qkv, weight, conv_state, slot_idx, offsets, ctx)
+        else:
+            conv1d_gpu[False](op, output, qkv, weight, conv_state, slot_idx, offsets, ctx)
 
 
 @extensibility.register("gated_delta_conv1d_fwd")
@@ -125,7 +129,7 @@ struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
                 comptime if is_cpu[target]():
                     fill_zero(untracked(conv_output_ragged.unsafe_ptr()), conv_output_ragged.size())
                 else:
-                    comptime assert False, NO_GPU
+                    zero_gpu(conv_output_ragged, ctx)
                 return
         run_conv[target=target](
             OP,
@@ -141,7 +145,7 @@ struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
 
 
 @extensibility.register("gated_delta_recurrence_fwd")
-struct GatedDeltaRecurrenceFwd:
+struct GatedDeltaRecurrenceFwd[block: Bool = False]:
     @staticmethod
     def execute[
         work_dtype: DType, state_dtype: DType, target: StaticString
@@ -170,6 +174,7 @@ struct GatedDeltaRecurrenceFwd:
             input_row_offsets.shape(),
         )
         comptime if is_cpu[target]():
+            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
             check_offsets(OP, offsets, batch_size, num_tokens)
@@ -192,11 +197,22 @@ struct GatedDeltaRecurrenceFwd:
                 record_stride=0,
             )
         else:
-            comptime assert False, NO_GPU
+            recurrence_gpu[Self.block](
+                OP,
+                geometry,
+                recurrence_output,
+                qkv_conv_output,
+                decay_per_token,
+                beta_per_token,
+                recurrent_state,
+                slot_idx,
+                input_row_offsets,
+                ctx,
+            )
 
 
 @extensibility.register("gated_delta_recurrence_verify_ring_fwd")
-struct GatedDeltaRecurrenceVerifyRingFwd:
+struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
     @staticmethod
     def execute[
         work_dtype: DType, state_dtype: DType, ring_dtype: DType, target: StaticString
@@ -233,6 +249,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd:
             check_ring(OP, geometry, ring.shape(), drafts)
             check_ring_rows(OP, slot_idx.shape(), ring_slot_idx.shape())
         comptime if is_cpu[target]():
+            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var ring_slots = untracked(ring_slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
@@ -259,7 +276,34 @@ struct GatedDeltaRecurrenceVerifyRingFwd:
                 record_stride=ring.dim_size(3),
             )
         else:
-            comptime assert False, NO_GPU
+            if drafts == 0:
+                recurrence_gpu[Self.block](
+                    OP,
+                    geometry,
+                    recurrence_output,
+                    qkv_conv_output,
+                    decay_per_token,
+                    beta_per_token,
+                    recurrent_state,
+                    slot_idx,
+                    input_row_offsets,
+                    ctx,
+                )
+            else:
+                verify_ring_gpu[Self.block](
+                    OP,
+                    geometry,
+                    recurrence_output,
+                    qkv_conv_output,
+                    decay_per_token,
+                    beta_per_token,
+                    recurrent_state,
+                    ring,
+                    slot_idx,
+                    ring_slot_idx,
+                    input_row_offsets,
+                    ctx,
+                )
 
 
 @extensibility.register("gated_delta_state_fold")
@@ -329,4 +373,13 @@ struct GatedDeltaStateFold:
                 ring.dim_size(3),
             )
         else:
-            comptime assert False, NO_GPU
+            fold_gpu(
+                OP,
+                geometry,
+                recurrent_state,
+                ring,
+                row_ids,
+                ring_row_ids,
+                num_accepted,
+                ctx,
+            )
