@@ -5,7 +5,7 @@ kernels/gated_delta/ring.mojo says the same of the record in Mojo; a test holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from max.dtype import DType
@@ -97,6 +97,23 @@ class GatedDeltaGeometry:
         """Elements from one record to the next: padded to 32, as MAX pads it."""
         return -(-self.record_elements // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
 
+    def shard(self, devices: int) -> GatedDeltaGeometry:
+        """The heads of one of so many devices: key heads split evenly, each with its value heads.
+
+        Raises:
+            ValueError: If devices does not divide the key heads.
+        """
+        if devices < 1 or self.num_key_heads % devices:
+            raise ValueError(
+                f"GatedDeltaGeometry: cannot split {self.num_key_heads} key heads over {devices} "
+                "devices; need a number that divides them"
+            )
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // devices,
+            num_value_heads=self.num_value_heads // devices,
+        )
+
     def record_factors(self, group_head: int) -> slice:
         """Where in a record the delta factors of this group head lie."""
         start = self.key_head_dim + group_head * self.value_head_dim
@@ -118,6 +135,10 @@ class GatedDeltaGeometry:
         """[rows, nk, ring_len, record_stride]"""
         return (rows, self.num_key_heads, self.ring_len, self.record_stride)
 
+    def conv_ring_shape(self, rows: int) -> tuple[int, int, int]:
+        """[rows, ring_len, conv_dim]"""
+        return (rows, self.ring_len, self.conv_dim)
+
     def recurrent_state_bytes(self, layers: int = 1, dtype: DType = DType.float32) -> int:
         """Bytes of recurrent state that one request keeps over so many layers."""
         return layers * _bytes(self.recurrent_state_shape(1), dtype)
@@ -129,6 +150,10 @@ class GatedDeltaGeometry:
     def ring_bytes(self, layers: int = 1, dtype: DType = DType.float32) -> int:
         """Bytes of ring that one request keeps over so many layers, padding included."""
         return layers * _bytes(self.ring_shape(1), dtype)
+
+    def conv_ring_bytes(self, layers: int = 1, dtype: DType = DType.float32) -> int:
+        """Bytes of conv ring that one request keeps over so many layers."""
+        return layers * _bytes(self.conv_ring_shape(1), dtype)
 
 
 @dataclass(frozen=True)

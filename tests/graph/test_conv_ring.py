@@ -1,0 +1,275 @@
+"""The conv that records its window's inputs, and the fold that shifts them in, in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from max.driver import Buffer
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import BufferType, DeviceRef, Graph, TensorType
+
+from gdn_graph import ops, reference
+
+PADDING = 0xFFFFFFFF
+CPU_REF = DeviceRef.CPU()
+
+# State dtype and ring dtype. A ring of the dtype of the windows is exact too.
+DTYPES = {
+    "float32": (DType.float32, DType.float32),
+    "bfloat16": (DType.bfloat16, DType.bfloat16),
+}
+
+
+def bits(buffer: Buffer) -> np.ndarray:
+    return buffer.view({4: DType.uint32, 2: DType.uint16}[buffer.dtype.size_in_bytes]).to_numpy()
+
+
+def buffer_of(array: np.ndarray, dtype: DType) -> Buffer:
+    """A buffer of the dtype, rounded to nearest even as the kernels round."""
+    array = np.ascontiguousarray(array, np.float32)
+    if dtype == DType.float32:
+        return Buffer.from_numpy(array.copy())
+    raw = array.view(np.uint32).astype(np.uint64)
+    rounded = ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
+    return Buffer.from_numpy(rounded).view(DType.bfloat16)
+
+
+def values(buffer: Buffer) -> np.ndarray:
+    if buffer.dtype == DType.float32:
+        return buffer.to_numpy()
+    return (bits(buffer).astype(np.uint32) << 16).view(np.float32)
+
+
+def ids(values: Any) -> np.ndarray:
+    return np.asarray(values, np.int64).astype(np.uint32)
+
+
+def drafts(count: int) -> np.ndarray:
+    return np.zeros(count, np.int64)
+
+
+class ConvRing:
+    """One graph of every dim symbolic: the plain conv on its own windows, the verify, the fold."""
+
+    def __init__(self, session: InferenceSession, state: DType, ring: DType) -> None:
+        self.state, self.ring = state, ring
+        f32, u32, i64 = DType.float32, DType.uint32, DType.int64
+        with Graph(
+            f"conv_ring_{state.name}_{ring.name}",
+            input_types=[
+                TensorType(f32, ["n", "c"], CPU_REF),
+                TensorType(f32, ["c", "w"], CPU_REF),
+                BufferType(state, ["slots", "c", "h"], CPU_REF),
+                BufferType(state, ["slots", "c", "h"], CPU_REF),
+                BufferType(ring, ["rows", "r", "rc"], CPU_REF),
+                TensorType(u32, ["b"], CPU_REF),
+                TensorType(u32, ["b"], CPU_REF),
+                TensorType(u32, ["b1"], CPU_REF),
+                TensorType(i64, ["k"], CPU_REF),
+                TensorType(u32, ["l", "fb"], CPU_REF),
+                TensorType(u32, ["rl", "rb"], CPU_REF),
+                TensorType(u32, ["ab"], CPU_REF),
+                TensorType(i64, ["fk"], CPU_REF),
+            ],
+        ) as graph:
+            qkv, weight = (value.tensor for value in graph.inputs[:2])
+            plain_state, conv_state, conv_ring = (value.buffer for value in graph.inputs[2:5])
+            slots, ring_slots, offsets, width = (value.tensor for value in graph.inputs[5:9])
+            rows, ring_rows, accepted, fold_width = (value.tensor for value in graph.inputs[9:])
+            plain = ops.gated_delta_conv1d_fwd(qkv, weight, plain_state, slots, offsets)
+            verified = ops.gated_delta_conv1d_verify_ring_fwd(
+                qkv, weight, conv_state, conv_ring, slots, ring_slots, offsets, width
+            )
+            ops.gated_delta_conv1d_fold(
+                conv_state, conv_ring, rows, ring_rows, accepted, fold_width
+            )
+            graph.output(plain, verified)
+        self.model = session.load(graph)
+
+    def __call__(
+        self,
+        qkv: np.ndarray,
+        weight: np.ndarray,
+        plain_state: Buffer,
+        conv_state: Buffer,
+        conv_ring: Buffer,
+        slots: Any,
+        ring_slots: Any,
+        offsets: Any,
+        width: int,
+        rows: Any = ((),),
+        ring_rows: Any = ((),),
+        accepted: Any = (),
+        fold_width: int = 0,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        plain, verified = self.model.execute(
+            qkv,
+            weight,
+            plain_state,
+            conv_state,
+            conv_ring,
+            ids(slots),
+            ids(ring_slots),
+            ids(offsets),
+            drafts(width),
+            ids(rows),
+            ids(ring_rows),
+            ids(accepted),
+            drafts(fold_width),
+        )
+        return plain.to_numpy(), verified.to_numpy()
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def conv_ring(request: pytest.FixtureRequest, session: InferenceSession) -> ConvRing:
+    return ConvRing(session, *DTYPES[request.param])
+
+
+@pytest.fixture(scope="module")
+def float32_ring(session: InferenceSession) -> ConvRing:
+    return ConvRing(session, DType.float32, DType.float32)
+
+
+class Case:
+    """Random windows, inputs and a poisoned ring; 600 channels are two blocks, one partial."""
+
+    def __init__(self, op: ConvRing, width: int, ring_len: int, lengths: list[int], slots: int = 7):
+        rng = np.random.default_rng(width * 100 + ring_len)
+        self.channels = 600
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self.qkv = rng.standard_normal((self.offsets[-1] + 2, self.channels), np.float32)
+        self.weight = rng.standard_normal((self.channels, width), np.float32)
+        windows = rng.standard_normal((slots, self.channels, width - 1), np.float32)
+        self.conv_state = buffer_of(windows, op.state)
+        self.plain_state = buffer_of(windows, op.state)
+        self.ring = buffer_of(np.full((slots, ring_len, self.channels), np.nan), op.ring)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("ring_len", [2, 4, 9])
+def test_fold_equals_the_plain_conv_over_the_accepted_tokens(
+    conv_ring: ConvRing, width: int, ring_len: int
+) -> None:
+    lengths = [ring_len, 0, 1, ring_len + 3, 2]
+    slots, ring_slots = [5, 1, 0, 3, 6], [2, 0, 4, 1, 5]
+    case = Case(conv_ring, width, ring_len, lengths)
+    before = bits(case.conv_state).copy()
+    plain, verified = conv_ring(
+        case.qkv, case.weight, case.plain_state, case.conv_state, case.ring,
+        slots, ring_slots, case.offsets, ring_len - 1,
+    )  # fmt: skip
+    assert (plain == verified).all()
+    # Only the row longer than the ring has written its window, as the plain conv did.
+    touched = bits(case.conv_state)
+    assert (touched[3] == bits(case.plain_state)[3]).all()
+    assert (np.delete(touched, 3, 0) == np.delete(before, 3, 0)).all()
+    # It recorded nothing, nor did a row write past its tokens.
+    recorded = values(case.ring)
+    assert np.isnan(recorded[[0, 1, 3, 6]]).all() and np.isnan(recorded[4, 1:]).all()
+
+    for accepted in ([ring_len, 0, 1, ring_len + 3, 2], [1, 0, 0, ring_len + 3, 1]):
+        fresh = Case(conv_ring, width, ring_len, lengths)
+        conv_ring(
+            case.qkv, case.weight, Case(conv_ring, width, ring_len, lengths).plain_state,
+            fresh.conv_state, fresh.ring, slots, ring_slots, case.offsets, ring_len - 1,
+            [slots], [ring_slots], accepted, ring_len - 1,
+        )  # fmt: skip
+        kept = np.concatenate(
+            [np.arange(a) + case.offsets[b] for b, a in enumerate(accepted)]
+        ).astype(int)
+        again = Case(conv_ring, width, ring_len, lengths)
+        conv_ring(
+            np.ascontiguousarray(case.qkv[kept]), case.weight, again.plain_state,
+            again.conv_state, again.ring, slots, ring_slots,
+            np.concatenate([[0], np.cumsum(accepted)]), 0,
+        )  # fmt: skip
+        assert (bits(fresh.conv_state) == bits(again.plain_state)).all()
+        # The K = 0 verify is the plain conv.
+        assert (bits(again.conv_state) == bits(again.plain_state)).all()
+
+
+def test_matches_the_specification(float32_ring: ConvRing) -> None:
+    lengths, slots, ring_slots = [3, 6, 2, 1], [4, 0, PADDING, 2], [0, 5, 1, PADDING]
+    case = Case(float32_ring, 4, 4, lengths)
+    state, ring = case.conv_state.to_numpy().copy(), case.ring.to_numpy().copy()
+    want = reference.gated_delta_conv1d_verify_ring_fwd(
+        case.qkv, case.weight, state, ring, ids(slots), ids(ring_slots), case.offsets, 3
+    )
+    _, got = float32_ring(
+        case.qkv, case.weight, case.plain_state, case.conv_state, case.ring,
+        slots, ring_slots, case.offsets, 3,
+    )  # fmt: skip
+    assert np.abs(got - want).max() < 1e-5
+    # Padding rows, the row with nowhere to record and the tail of no row are zero.
+    assert not got[9:].any()
+    np.testing.assert_array_equal(case.conv_state.to_numpy(), state)
+    np.testing.assert_array_equal(case.ring.to_numpy(), ring)
+
+    rows, ring_rows = [[4, 6], [1, PADDING]], [[0, 0], [0, 0]]
+    reference.gated_delta_conv1d_fold(state, ring, ids(rows), ids(ring_rows), ids([3, 2]), 3)
+    float32_ring(
+        case.qkv[:0], case.weight, case.plain_state, case.conv_state, case.ring,
+        [], [], [0], 0, rows, ring_rows, [3, 2], 3,
+    )  # fmt: skip
+    np.testing.assert_array_equal(case.conv_state.to_numpy(), state)
+
+
+@pytest.mark.parametrize("mistake", ["ring length", "channels", "ring id", "fold id", "tables"])
+def test_a_refused_call_changes_nothing(float32_ring: ConvRing, mistake: str) -> None:
+    case = Case(float32_ring, 4, 4, [2, 2])
+    ring, ring_slots, rows, ring_rows, fold_width = case.ring, [0, 1], [[0, 1]], [[0, 1]], 3
+    verify_width, message = 3, ""
+    if mistake == "ring length":
+        verify_width, message = 4, "conv_ring has length 4; need at least verify_width"
+    elif mistake == "channels":
+        ring = Buffer.from_numpy(np.zeros((7, 4, 599), np.float32))
+        message = "conv_ring has shape .*7, 4, 599.*; need .*7, 4, 600"
+    elif mistake == "ring id":
+        ring_slots, message = [0, 7], "ring_slot_idx names row 7 at row 1"
+    elif mistake == "fold id":
+        rows, verify_width, message = [[0, 9]], 0, "row_ids names row 9 at row 1"
+    else:
+        ring_rows, verify_width, message = [[0, 1], [0, 1]], 0, "ring_row_ids has shape"
+    before = [bits(buffer).copy() for buffer in (case.conv_state, ring)]
+    with pytest.raises(ValueError, match=message):
+        float32_ring(
+            case.qkv[:0] if verify_width == 0 else case.qkv, case.weight, case.plain_state,
+            case.conv_state, ring, [0, 1], ring_slots,
+            [0, 0, 0] if verify_width == 0 else case.offsets, verify_width,
+            rows, ring_rows, [1, 1], fold_width,
+        )  # fmt: skip
+    for buffer, kept in zip((case.conv_state, ring), before, strict=True):
+        assert (bits(buffer) == kept).all()
+
+
+def test_mistakes_seen_when_the_graph_is_built() -> None:
+    f32, u32, i64 = DType.float32, DType.uint32, DType.int64
+
+    def build(ring_shape: list[int], ring_dtype: DType = f32, k: int = 3) -> None:
+        with Graph(
+            "refused",
+            input_types=[
+                TensorType(f32, ["n", 8], CPU_REF),
+                TensorType(f32, [8, 4], CPU_REF),
+                BufferType(f32, [2, 8, 3], CPU_REF),
+                BufferType(ring_dtype, ring_shape, CPU_REF),
+                TensorType(u32, ["b"], CPU_REF),
+                TensorType(u32, ["b1"], CPU_REF),
+                TensorType(i64, [k], CPU_REF),
+            ],
+        ) as graph:
+            qkv, weight, state, ring, slots, offsets, width = graph.inputs
+            ops.gated_delta_conv1d_verify_ring_fwd(
+                qkv, weight, state.buffer, ring.buffer, slots, slots, offsets, width.tensor
+            )
+
+    with pytest.raises(ValueError, match=r"conv_ring has length 3; need at least .* = 4"):
+        build([2, 3, 8])
+    with pytest.raises(ValueError, match=r"conv_ring has shape \[2, 4, 9\]; need 8"):
+        build([2, 4, 9])
+    with pytest.raises(TypeError, match="conv_ring has dtype int32"):
+        build([2, 4, 8], DType.int32)
+    build([2, 3, 8], k=0)
