@@ -268,7 +268,7 @@ def test_mistakes_seen_when_the_graph_is_built() -> None:
 
     with pytest.raises(ValueError, match=r"conv_ring has length 3; need at least .* = 4"):
         build([2, 3, 8])
-    with pytest.raises(ValueError, match=r"conv_ring has shape \[2, 4, 9\]; need 8"):
+    with pytest.raises(ValueError, match=r"conv_ring has shape .*9.*; need 8"):
         build([2, 4, 9])
     with pytest.raises(TypeError, match="conv_ring has dtype int32"):
         build([2, 4, 8], DType.int32)
