@@ -33,6 +33,8 @@ class GatedDeltaGeometry:
         value_head_dim: VD, any size.
         conv_width: Taps of the causal conv, 2 to 8.
         ring_len: Window positions a ring row holds, at least the drafts + 1.
+        stride: Elements from one record to the next, if a cache asks for more than the record
+            padded to 32 (MAX's has 640 for Qwen3.5-27B, so that its pages divide each other).
 
     Raises:
         ValueError: If a value is out of range, or nv is no multiple of nk.
@@ -44,6 +46,7 @@ class GatedDeltaGeometry:
     value_head_dim: int
     conv_width: int = 4
     ring_len: int = 4
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         counts = {
@@ -65,6 +68,11 @@ class GatedDeltaGeometry:
             raise ValueError(
                 f"GatedDeltaGeometry: conv_width is {self.conv_width}; need "
                 f"{MIN_CONV_WIDTH} to {MAX_CONV_WIDTH}"
+            )
+        if self.stride is not None and self.stride < self.record_elements:
+            raise ValueError(
+                f"GatedDeltaGeometry: stride is {self.stride}; need at least the "
+                f"{self.record_elements} elements of a record"
             )
 
     @property
@@ -94,7 +102,9 @@ class GatedDeltaGeometry:
 
     @property
     def record_stride(self) -> int:
-        """Elements from one record to the next: padded to 32, as MAX pads it."""
+        """Elements from one record to the next: stride, or the record padded to 32."""
+        if self.stride is not None:
+            return self.stride
         return -(-self.record_elements // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
 
     def shard(self, devices: int) -> GatedDeltaGeometry:
