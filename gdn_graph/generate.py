@@ -26,7 +26,7 @@ from max.nn import Embedding, LayerList, Linear, Module, RMSNorm
 from rich.console import Console
 
 from .geometry import GatedDeltaGeometry
-from .layer import GatedDeltaNet, Projections, checkpoint_weights
+from .layer import GatedDeltaNet, LayerState, Projections, checkpoint_weights
 from .sampling import greedy_acceptance
 from .speculative import SpeculativeStates, StateSpec, Window
 
@@ -96,6 +96,9 @@ class _Block(Module):
             rms_norm_eps=config.rms_norm_eps,
         )
 
+    def __call__(self, x: TensorValue, state: LayerState) -> TensorValue:
+        return x + self.linear_attn(self.input_layernorm(x), state)
+
 
 class _Body(Module):
     def __init__(self, config: ModelConfig, device: DeviceRef) -> None:
@@ -103,6 +106,12 @@ class _Body(Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, DType.float32, device)
         self.layers = LayerList([_Block(config, device) for _ in range(config.layers)])
         self.norm = _norm(config)
+
+    def __call__(self, tokens: TensorValue, window: Window) -> TensorValue:
+        x = self.embed_tokens(tokens)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, window.layer(i))
+        return self.norm(x)
 
 
 class GatedDeltaLM(Module):
@@ -116,10 +125,7 @@ class GatedDeltaLM(Module):
 
     def __call__(self, tokens: TensorValue, window: Window) -> TensorValue:
         """Logits [N, vocab_size] of the tokens int64 [N] of all rows."""
-        x = self.model.embed_tokens(tokens)
-        for i, block in enumerate(self.model.layers):
-            x = x + block.linear_attn(block.input_layernorm(x), window.layer(i))
-        return self.lm_head(self.model.norm(x))
+        return self.lm_head(self.model(tokens, window))
 
 
 def _norm(config: ModelConfig) -> RMSNorm:
