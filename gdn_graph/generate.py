@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
-import typer
+from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, TensorType, TensorValue
@@ -396,61 +396,56 @@ def load(
     return config, checkpoint_weights(weights, model), tokenizer
 
 
-def command(
-    prompt: Annotated[str, typer.Option(help="What to continue.")] = "The state folds, and ",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
-    drafts: Annotated[int, typer.Option(min=0, help="The most drafts of a step.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-    weights: Annotated[
-        Path | None, typer.Option(help="Folder of safetensors and config.json.")
-    ] = None,
-    no_speculation: Annotated[
-        bool, typer.Option("--no-speculation", help="Decode one token a step.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+def run(
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    drafts: int,
+    seed: int,
+    weights: Path | None,
+    as_json: bool,
 ) -> None:
-    """Generate text on the CPU with a small Gated DeltaNet model, drafts looked up in the text."""
-    from max.driver import CPU
+    """What `gdn-graph generate` does: streams the text to stdout, the figures to stderr.
 
-    drafts = 0 if no_speculation else drafts
+    Args:
+        prompt: Text to continue.
+        max_new_tokens: Tokens to add.
+        drafts: The most drafts of a step; 0 decodes without speculation.
+        seed: Of the random weights.
+        weights: A checkpoint folder instead of random weights.
+        as_json: Print one JSON object at the end instead.
+    """
     notes = Console(stderr=True)
-    try:
-        config, values, tokenizer = load(weights, seed, drafts)
-        tokens = tokenizer.encode(prompt)
-        with notes.status("compiling the model (a minute or two, the first time)"):
-            generator = Generator(config, values, InferenceSession(devices=[CPU()]))
-        summary = Summary()
-        out: list[int] = []
+    config, values, tokenizer = load(weights, seed, drafts)
+    tokens = tokenizer.encode(prompt)
+    with notes.status("compiling the model (a minute or more, the first time)"):
+        generator = Generator(config, values, InferenceSession(devices=[CPU()]))
+    summary = Summary()
+    out: list[int] = []
+    shown = 0
+    if not as_json:
+        sys.stdout.write(prompt)
+    for number, step in enumerate(generator.generate([tokens], max_new_tokens, drafts)):
+        out += step.tokens[0]
+        if number > 0:
+            summary.add(step)
         if not as_json:
-            sys.stdout.write(prompt)
-        shown = 0
-        for number, step in enumerate(generator.generate([tokens], max_new_tokens, drafts)):
-            out += step.tokens[0]
-            if number > 0:
-                summary.add(step)
-            if not as_json:
-                # The end of the text may be a part of a character yet.
-                text = tokenizer.decode(out).rstrip("\ufffd")
-                sys.stdout.write(text[shown:])
-                sys.stdout.flush()
-                shown = max(shown, len(text))
-    except (ValueError, FileNotFoundError) as error:
-        notes.print(f"[red]{error}[/red]")
-        raise typer.Exit(2) from error
+            # The end of the text may be a part of a character yet.
+            text = tokenizer.decode(out).rstrip("\ufffd")
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = max(shown, len(text))
     figures = summary.figures()
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "prompt": prompt,
-                    "text": tokenizer.decode(out),
-                    "tokens": out,
-                    "drafts": drafts,
-                    "seed": None if weights else seed,
-                    **figures,
-                }
-            )
-        )
+        result = {
+            "prompt": prompt,
+            "text": tokenizer.decode(out),
+            "tokens": out,
+            "drafts": drafts,
+            "seed": None if weights else seed,
+            **figures,
+        }
+        print(json.dumps(result, indent=2))
         return
     sys.stdout.write(tokenizer.decode(out)[shown:] + "\n")
     notes.print(
