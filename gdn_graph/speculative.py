@@ -36,14 +36,18 @@ from max.graph import (
     Value,
     ops,
 )
+from max.graph import Module as GraphModule
 
 from . import ops as gdn_ops
 from .geometry import PADDING, STATE_DTYPES, GatedDeltaGeometry
 from .layer import ConvCapture, LayerRing, LayerState
+from .library import kernel_library
 from .slots import Slots
 
 ConvCommit = Literal["fold", "replay"]
 Forward = Callable[[Sequence[Value[Any]], "list[Window]"], Sequence[TensorValue]]
+
+_COMMIT = "commit"
 
 _POOLS = ("recurrent_state", "conv_state", "ring", "conv_ring")
 """Order of a device's pools among the inputs of a graph; a replay has no conv ring."""
@@ -145,11 +149,15 @@ class StateSpec:
             windows.append(Window(self, pools, rows, offsets, width))
         return windows
 
-    def commit_graph(self, name: str = "commit") -> Graph:
+    def commit_graph(self, name: str = _COMMIT, module: GraphModule | None = None) -> Graph:
         """The graph of a commit that stands alone: per device two launches, whatever the layers.
 
         Its inputs are, per device, the pools, row_ids and ring_row_ids uint32 [layers, batch] and
         num_accepted uint32 [batch]; then verify_width.
+
+        Args:
+            name: Of the graph.
+            module: Where it is added, to be compiled with other graphs.
 
         Raises:
             ValueError: If conv_commit is "replay": that needs what the verify computed.
@@ -165,7 +173,7 @@ class StateSpec:
             types += [*self._pool_types(device), table, table]
             types.append(TensorType(DType.uint32, ["batch"], device))
         types.append(TensorType(DType.int64, ["drafts"], DeviceRef.CPU()))
-        with Graph(name, input_types=types) as graph:
+        with Graph(name, input_types=types, module=module) as graph:
             width = graph.inputs[-1].tensor
             count = len(_POOLS) + 3
             for i in range(len(self.devices)):
@@ -340,6 +348,10 @@ class SpeculativeStates:
         weights: For the graph, as Module.state_dict() gives them.
         name: Of the graph of the verify.
 
+    Raises:
+        RuntimeError: If forward commits the windows of some devices only.
+        ValueError: If spec.conv_commit is "replay" and forward does not commit.
+
     Seen here and refused: a slot that is not admitted, one that is named twice, a verify of a slot
     whose last verify was not committed, a commit of a slot that was committed already or of no
     verified slot at all, drafts in a row longer than the ring. Not seen, because num_accepted is on
@@ -356,7 +368,9 @@ class SpeculativeStates:
         weights: Mapping[str, Any] | None = None,
         name: str = "verify",
     ) -> None:
-        with Graph(name, input_types=[*input_types, *spec.input_types()]) as graph:
+        # Verify and commit are compiled together: MAX's cost of a compile is mostly a fixed one.
+        module = GraphModule()
+        with Graph(name, input_types=[*input_types, *spec.input_types()], module=module) as graph:
             inputs = graph.inputs[: len(input_types)]
             windows = spec.bind(graph.inputs[len(input_types) :])
             graph.output(*forward(inputs, windows))
@@ -367,11 +381,14 @@ class SpeculativeStates:
                 "of them or none"
             )
         self.spec = spec
-        self.graph = graph
         self._commits_itself = committed.pop()
-        self._session = session
-        self._verify: Model = session.load(graph, weights_registry=weights)
-        self._commit: Model | None = None
+        if not self._commits_itself:
+            spec.commit_graph(_COMMIT, module)
+        models = session.load_all(
+            module, custom_extensions=[kernel_library()], weights_registry=weights
+        )
+        self._verify: Model = models[name]
+        self._commit: Model | None = models.get(_COMMIT)
         devices = [device.to_device() for device in spec.devices]
         self.pools: list[dict[str, Buffer]] = [
             {
@@ -506,8 +523,7 @@ class SpeculativeStates:
         accepted = self._accepted(num_accepted, len(slots))
         recorded = np.array([stage is _Stage.RECORDED for stage in stages])
         if recorded.any():
-            if self._commit is None:
-                self._commit = self._session.load(self.spec.commit_graph())
+            assert self._commit is not None
             rows = self._slots.rows(slots)
             ring_rows = np.where(recorded, rows, PADDING).astype(np.uint32)
             self._commit.execute(*self._device_inputs([rows, ring_rows], accepted), _width(1))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from max.driver import Buffer
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph import BufferType, DeviceRef, Graph, TensorType
+from max.engine import InferenceSession, Model
+from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
-from gdn_graph import ops, reference
+from gdn_graph import kernel_library, ops, reference
 
 PADDING = 0xFFFFFFFF
 CPU_REF = DeviceRef.CPU()
@@ -51,43 +52,47 @@ def drafts(count: int) -> np.ndarray:
     return np.zeros(count, np.int64)
 
 
-class ConvRing:
-    """One graph of every dim symbolic: the plain conv on its own windows, the verify, the fold."""
+def conv_ring_graph(name: str, state: DType, ring: DType, module: Module) -> None:
+    """Every dim symbolic: the plain conv on its own windows, the verify, the fold."""
+    f32, u32, i64 = DType.float32, DType.uint32, DType.int64
+    with Graph(
+        name,
+        input_types=[
+            TensorType(f32, ["n", "c"], CPU_REF),
+            TensorType(f32, ["c", "w"], CPU_REF),
+            BufferType(state, ["slots", "c", "h"], CPU_REF),
+            BufferType(state, ["slots", "c", "h"], CPU_REF),
+            BufferType(ring, ["rows", "r", "rc"], CPU_REF),
+            TensorType(u32, ["b"], CPU_REF),
+            TensorType(u32, ["b"], CPU_REF),
+            TensorType(u32, ["b1"], CPU_REF),
+            TensorType(i64, ["k"], CPU_REF),
+            TensorType(u32, ["l", "fb"], CPU_REF),
+            TensorType(u32, ["rl", "rb"], CPU_REF),
+            TensorType(u32, ["ab"], CPU_REF),
+            TensorType(i64, ["fk"], CPU_REF),
+        ],
+        module=module,
+    ) as graph:
+        qkv, weight = (value.tensor for value in graph.inputs[:2])
+        plain_state, conv_state, conv_ring = (value.buffer for value in graph.inputs[2:5])
+        slots, ring_slots, offsets, width = (value.tensor for value in graph.inputs[5:9])
+        rows, ring_rows, accepted, fold_width = (value.tensor for value in graph.inputs[9:])
+        plain = ops.gated_delta_conv1d_fwd(qkv, weight, plain_state, slots, offsets)
+        verified = ops.gated_delta_conv1d_verify_ring_fwd(
+            qkv, weight, conv_state, conv_ring, slots, ring_slots, offsets, width
+        )
+        ops.gated_delta_conv1d_fold(conv_state, conv_ring, rows, ring_rows, accepted, fold_width)
+        graph.output(plain, verified)
 
-    def __init__(self, session: InferenceSession, state: DType, ring: DType) -> None:
-        self.state, self.ring = state, ring
-        f32, u32, i64 = DType.float32, DType.uint32, DType.int64
-        with Graph(
-            f"conv_ring_{state.name}_{ring.name}",
-            input_types=[
-                TensorType(f32, ["n", "c"], CPU_REF),
-                TensorType(f32, ["c", "w"], CPU_REF),
-                BufferType(state, ["slots", "c", "h"], CPU_REF),
-                BufferType(state, ["slots", "c", "h"], CPU_REF),
-                BufferType(ring, ["rows", "r", "rc"], CPU_REF),
-                TensorType(u32, ["b"], CPU_REF),
-                TensorType(u32, ["b"], CPU_REF),
-                TensorType(u32, ["b1"], CPU_REF),
-                TensorType(i64, ["k"], CPU_REF),
-                TensorType(u32, ["l", "fb"], CPU_REF),
-                TensorType(u32, ["rl", "rb"], CPU_REF),
-                TensorType(u32, ["ab"], CPU_REF),
-                TensorType(i64, ["fk"], CPU_REF),
-            ],
-        ) as graph:
-            qkv, weight = (value.tensor for value in graph.inputs[:2])
-            plain_state, conv_state, conv_ring = (value.buffer for value in graph.inputs[2:5])
-            slots, ring_slots, offsets, width = (value.tensor for value in graph.inputs[5:9])
-            rows, ring_rows, accepted, fold_width = (value.tensor for value in graph.inputs[9:])
-            plain = ops.gated_delta_conv1d_fwd(qkv, weight, plain_state, slots, offsets)
-            verified = ops.gated_delta_conv1d_verify_ring_fwd(
-                qkv, weight, conv_state, conv_ring, slots, ring_slots, offsets, width
-            )
-            ops.gated_delta_conv1d_fold(
-                conv_state, conv_ring, rows, ring_rows, accepted, fold_width
-            )
-            graph.output(plain, verified)
-        self.model = session.load(graph)
+
+@dataclass
+class ConvRing:
+    """The compiled graph on NumPy arrays."""
+
+    model: Model
+    state: DType
+    ring: DType
 
     def __call__(
         self,
@@ -123,14 +128,23 @@ class ConvRing:
         return plain.to_numpy(), verified.to_numpy()
 
 
-@pytest.fixture(scope="module", params=DTYPES)
-def conv_ring(request: pytest.FixtureRequest, session: InferenceSession) -> ConvRing:
-    return ConvRing(session, *DTYPES[request.param])
-
-
 @pytest.fixture(scope="module")
-def float32_ring(session: InferenceSession) -> ConvRing:
-    return ConvRing(session, DType.float32, DType.float32)
+def of_dtype(session: InferenceSession) -> dict[str, ConvRing]:
+    module = Module()
+    for name, dtypes in DTYPES.items():
+        conv_ring_graph(name, *dtypes, module)
+    models = session.load_all(module, custom_extensions=[kernel_library()])
+    return {name: ConvRing(models[name], *dtypes) for name, dtypes in DTYPES.items()}
+
+
+@pytest.fixture(params=DTYPES)
+def conv_ring(request: pytest.FixtureRequest, of_dtype: dict[str, ConvRing]) -> ConvRing:
+    return of_dtype[request.param]
+
+
+@pytest.fixture
+def float32_ring(of_dtype: dict[str, ConvRing]) -> ConvRing:
+    return of_dtype["float32"]
 
 
 class Case:

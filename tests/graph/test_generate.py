@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import ops
 
@@ -74,17 +75,37 @@ def test_speculation_does_not_change_the_text(
     assert texts(generator, PROMPTS[3:4], 3)[0] == plain[3:4]
 
 
-def test_a_broken_fold_is_noticed(
+def test_a_fold_that_skips_a_layer_is_noticed(generator_of: Callable[[int], Generator]) -> None:
+    """A control: one layer's state of one prompt is put back after steps that accepted drafts."""
+    generator = generator_of(0)
+    plain, _ = texts(generator, PROMPTS[2:3], 0)
+    state = generator.states.pools[0]["recurrent_state"].to_numpy()
+    out: list[int] = []
+    before = state.copy()
+    for step in generator.generate(PROMPTS[2:3], TOKENS, 3):
+        out += step.tokens[0]
+        if step.accepted[0]:
+            (changed,) = {
+                row // CONFIG.layers for row in np.flatnonzero((state != before).any((1, 2, 3)))
+            }
+            row = changed * CONFIG.layers + 1
+            state[row] = before[row]
+        before = state.copy()
+    assert out != plain[0]
+
+
+@pytest.mark.slow
+def test_a_dropped_record_is_noticed(
     session: InferenceSession,
     generator_of: Callable[[int], Generator],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The control: a commit that drops the last accepted record writes another text."""
+    """A control: a fold that drops the last accepted record writes another text."""
     fold = speculative.gdn_ops.gated_delta_state_fold
 
     def broken(*args: Any) -> None:
         *pools, num_accepted, width = args
-        dropped = ops.max(ops.cast(num_accepted, "int64") - 1, 1)  # type: ignore[arg-type]
+        dropped = ops.max(ops.cast(num_accepted, DType.int64) - 1, 1)
         fold(*pools, dropped, width)
 
     plain, _ = texts(generator_of(0), PROMPTS, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +12,15 @@ import pytest
 from max.driver import Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
-from max.graph import DeviceRef
-from stack import states_of_stack
+from max.graph import DeviceRef, TensorType, TensorValue
+from stack import Stack, random_weights, states_of_stack
 
 from gdn_graph.geometry import MODELS, PADDING, GatedDeltaGeometry
-from gdn_graph.speculative import SpeculativeStates, StateSpec
+from gdn_graph.speculative import SpeculativeStates, StateSpec, Window
 
 Array = np.ndarray[Any, Any]
 
+CPU = DeviceRef.CPU()
 HIDDEN = 16
 RING_LEN = 8
 # Symmetric in nothing: KD != VD, and two (three) value heads to a key head.
@@ -187,6 +188,68 @@ def test_bfloat16_layers_equal_one_plain_call_a_round(
     rounds(pair_of(bfloat16, plain_ops=True), 50, one_by_one=False, seed=1)
 
 
+@pytest.fixture(scope="module")
+def replayed(session: InferenceSession) -> Pair:
+    """Two layers whose graph commits, the conv windows by gather and replay."""
+    geometry = GatedDeltaGeometry(1, 2, 8, 12, ring_len=4)
+    spec = StateSpec(geometry, layers=2, slots=4, conv_commit="replay")
+    stack = Stack(HIDDEN, geometry, spec.layers)
+    stack.load_state_dict(random_weights(stack, seed=0))
+
+    def forward(inputs: Sequence[Any], windows: list[Window]) -> list[TensorValue]:
+        x, num_accepted = (value.tensor for value in inputs)
+        out = stack(x, windows[0])
+        windows[0].commit(num_accepted)
+        return [out]
+
+    types = [
+        TensorType(DType.float32, ["tokens", HIDDEN], CPU),
+        TensorType(DType.uint32, ["batch"], CPU),
+    ]
+    weights = stack.state_dict()
+    return Pair(
+        *(SpeculativeStates(spec, session, forward, types, weights=weights) for _ in range(2))
+    )
+
+
+def test_a_replay_of_the_conv_commits_the_same(replayed: Pair) -> None:
+    rng = np.random.default_rng(7)
+    slots = [replayed.admit() for _ in range(3)]
+    for lengths, drafts, kept in (
+        ([9, 5, 1], [0, 0, 0], [9, 5, 1]),
+        ([4, 1, 3], [3, 0, 1], [2, 1, 3]),
+        ([4, 7, 2], [3, 0, 1], [0, 7, 1]),  # the long row lands itself
+    ):
+        x = hidden(rng, sum(lengths))
+        rows = np.split(x, np.cumsum(lengths)[:-1])
+        verify = replayed.speculated.verify
+        verify(x, np.array(kept, np.uint32), slots=slots, lengths=lengths, drafts=drafts)
+        replayed.plain.verify(
+            np.concatenate([row[:count] for row, count in zip(rows, kept, strict=True)]),
+            np.zeros(3, np.uint32),
+            slots=slots,
+            lengths=kept,
+        )
+        replayed.assert_equal(f"{kept} of {lengths}")
+    with pytest.raises(RuntimeError, match="the graph of the verify commits"):
+        replayed.speculated.commit(kept)
+    assert "conv_ring" not in replayed.speculated.pools[0]
+
+
+def test_a_replay_needs_the_graph_of_the_verify(session: InferenceSession) -> None:
+    spec = replace(TINY, layers=1, conv_commit="replay")
+    with pytest.raises(ValueError, match="call commit in the graph of the verify"):
+        states_of_stack(session, spec, HIDDEN)
+
+    def too_early(inputs: Sequence[Any], windows: list[Window]) -> list[TensorValue]:
+        windows[0].commit(inputs[0].tensor)
+        return []
+
+    types = [TensorType(DType.uint32, ["batch"], CPU)]
+    with pytest.raises(RuntimeError, match=r"layers \[0\] were not run exactly once"):
+        SpeculativeStates(spec, session, too_early, types)
+
+
 @pytest.mark.parametrize("pool", ["ring", "conv_ring"])
 def test_a_dropped_record_is_noticed(pair_of: Callable[..., Pair], pool: str) -> None:
     pair = pair_of(TINY)
@@ -304,9 +367,7 @@ def test_the_order_is_kept(pair_of: Callable[..., Pair]) -> None:
 @pytest.mark.parametrize("layers", [1, 24, 48])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_commit_is_two_launches_on_each_device(layers: int, devices: int) -> None:
-    spec = StateSpec(
-        GatedDeltaGeometry(2, 6, 8, 12), layers, slots=2, devices=(DeviceRef.CPU(),) * devices
-    )
+    spec = StateSpec(GatedDeltaGeometry(2, 6, 8, 12), layers, slots=2, devices=(CPU,) * devices)
     text = str(spec.commit_graph())
     done = re.findall(r"^ *(?:%\d+ = )?(mo\.\S+)(?: \[symbol = \"(\w+)\"\])?", text, re.M)
     work = [op for op in done if op[0] not in ("mo.graph", "mo.chain.create()", "mo.output")]
