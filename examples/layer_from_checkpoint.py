@@ -16,11 +16,15 @@ from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import TensorType
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from gdn_graph import GatedDeltaGeometry
-from gdn_graph.layer import GatedDeltaNet, checkpoint_weights
+from gdn_graph.layer import (
+    GatedDeltaNet,
+    checkpoint_names,
+    checkpoint_weights,
+    projections_of,
+)
 from gdn_graph.speculative import SpeculativeStates, StateSpec
 
 
@@ -56,10 +60,7 @@ def layer_of(folder: Path, index: int) -> tuple[GatedDeltaNet, str]:
     """The layer, with its weights, and where in the checkpoint they were."""
     config = json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
-    names: list[str] = []
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "numpy") as tensors:
-            names += tensors.keys()
+    names = checkpoint_names(folder)
     ending = f"layers.{index}.linear_attn."
     prefix = next(
         (name[: name.index(ending) + len(ending)] for name in names if ending in name), None
@@ -76,7 +77,7 @@ def layer_of(folder: Path, index: int) -> tuple[GatedDeltaNet, str]:
             config["linear_conv_kernel_dim"],
             ring_len=4,
         ),
-        projections="fused" if f"{prefix}in_proj_qkvz.weight" in names else "separate",
+        projections=projections_of(names),
         rms_norm_eps=config["rms_norm_eps"],
     )
     layer.load_state_dict(checkpoint_weights(folder, layer, prefix))

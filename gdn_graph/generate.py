@@ -26,7 +26,14 @@ from max.nn import Embedding, LayerList, Linear, Module, RMSNorm
 from rich.console import Console
 
 from .geometry import GatedDeltaGeometry
-from .layer import GatedDeltaNet, LayerState, Projections, checkpoint_weights
+from .layer import (
+    GatedDeltaNet,
+    LayerState,
+    Projections,
+    checkpoint_names,
+    checkpoint_weights,
+    projections_of,
+)
 from .sampling import greedy_acceptance
 from .speculative import SpeculativeStates, StateSpec, Window
 
@@ -53,13 +60,14 @@ class ModelConfig:
         """The config of a checkpoint: its config.json, with the names of Qwen3-Next and Qwen3.5.
 
         Raises:
-            FileNotFoundError: If there is no config.json.
+            FileNotFoundError: If there is no config.json, or no weights.
             ValueError: If it has other layers than linear attention.
         """
         file = Path(folder) / "config.json"
         if not file.is_file():
             raise FileNotFoundError(f"generate: no config.json in {folder}")
         config = json.loads(file.read_text())
+        config = config.get("text_config", config)
         other = sorted(set(config.get("layer_types", ())) - {"linear_attention"})
         if other:
             raise ValueError(
@@ -78,7 +86,7 @@ class ModelConfig:
                 config.get("linear_conv_kernel_dim", 4),
                 ring_len=8,
             ),
-            projections=config.get("projections", "separate"),
+            projections=projections_of(checkpoint_names(folder)),
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             eos_token=config.get("eos_token_id"),
         )

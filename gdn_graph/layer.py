@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+from max.driver import Buffer
 from max.dtype import DType
 from max.graph import BufferValue, DeviceRef, ShardingStrategy, TensorValue, Weight, ops
 from max.graph.weight import Segment
-from max.graph.weights import WeightData, load_weights
+from max.graph.weights import Weights, load_weights
 from max.nn import Linear, Module, RMSNorm
 from max.nn.stacked_linear import StackedLinear
 
@@ -338,7 +339,7 @@ def gates(
     return ops.exp(-(ops.exp(A_log) * softplus)), ops.sigmoid(b)
 
 
-def checkpoint_weights(folder: Path, module: Module, prefix: str = "") -> dict[str, WeightData]:
+def checkpoint_weights(folder: Path, module: Module, prefix: str = "") -> dict[str, Buffer]:
     """The weights of a module from a folder of safetensors, for Module.load_state_dict.
 
     Each weight is cast to the dtype that the module declares and given its shape (checkpoints keep
@@ -354,10 +355,7 @@ def checkpoint_weights(folder: Path, module: Module, prefix: str = "") -> dict[s
         FileNotFoundError: If the folder holds no safetensors file.
         ValueError: If a weight is missing or its shape holds another number of elements.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"checkpoint_weights: no *.safetensors file in {folder}")
-    stored = dict(load_weights(files).items())
+    stored = _checkpoint(folder)
     weights = {}
     for name, declared in module.raw_state_dict().items():
         if prefix + name not in stored:
@@ -378,6 +376,27 @@ def checkpoint_weights(folder: Path, module: Module, prefix: str = "") -> dict[s
             )
         weights[name] = buffer.view(declared.dtype, shape)
     return weights
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """The names of all weights in a folder of safetensors.
+
+    Raises:
+        FileNotFoundError: If the folder holds no safetensors file.
+    """
+    return list(_checkpoint(folder))
+
+
+def projections_of(names: Iterable[str]) -> Projections:
+    """The projection layout of a checkpoint with weights of these names."""
+    return "fused" if any("in_proj_qkvz" in name for name in names) else "separate"
+
+
+def _checkpoint(folder: Path) -> dict[str, Weights]:
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"checkpoint: no *.safetensors file in {folder}")
+    return dict(load_weights(files).items())
 
 
 def _elements(shape: list[int]) -> int:

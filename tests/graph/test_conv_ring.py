@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from max.driver import Buffer
+from harness import PADDING, Pool, u32
 from max.dtype import DType
 from max.engine import InferenceSession, Model
 from max.graph import BufferType, DeviceRef, Graph, Module, TensorType
 
 from gdn_graph import kernel_library, ops, reference
 
-PADDING = 0xFFFFFFFF
 CPU_REF = DeviceRef.CPU()
 
 # State dtype and ring dtype. A ring of the dtype of the windows is exact too.
@@ -22,30 +21,6 @@ DTYPES = {
     "float32": (DType.float32, DType.float32),
     "bfloat16": (DType.bfloat16, DType.bfloat16),
 }
-
-
-def bits(buffer: Buffer) -> np.ndarray:
-    return buffer.view({4: DType.uint32, 2: DType.uint16}[buffer.dtype.size_in_bytes]).to_numpy()
-
-
-def buffer_of(array: np.ndarray, dtype: DType) -> Buffer:
-    """A buffer of the dtype, rounded to nearest even as the kernels round."""
-    array = np.ascontiguousarray(array, np.float32)
-    if dtype == DType.float32:
-        return Buffer.from_numpy(array.copy())
-    raw = array.view(np.uint32).astype(np.uint64)
-    rounded = ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
-    return Buffer.from_numpy(rounded).view(DType.bfloat16)
-
-
-def values(buffer: Buffer) -> np.ndarray:
-    if buffer.dtype == DType.float32:
-        return buffer.to_numpy()
-    return (bits(buffer).astype(np.uint32) << 16).view(np.float32)
-
-
-def ids(values: Any) -> np.ndarray:
-    return np.asarray(values, np.int64).astype(np.uint32)
 
 
 def drafts(count: int) -> np.ndarray:
@@ -98,9 +73,9 @@ class ConvRing:
         self,
         qkv: np.ndarray,
         weight: np.ndarray,
-        plain_state: Buffer,
-        conv_state: Buffer,
-        conv_ring: Buffer,
+        plain_state: Pool,
+        conv_state: Pool,
+        conv_ring: Pool,
         slots: Any,
         ring_slots: Any,
         offsets: Any,
@@ -113,16 +88,16 @@ class ConvRing:
         plain, verified = self.model.execute(
             qkv,
             weight,
-            plain_state,
-            conv_state,
-            conv_ring,
-            ids(slots),
-            ids(ring_slots),
-            ids(offsets),
+            plain_state.buffer,
+            conv_state.buffer,
+            conv_ring.buffer,
+            u32(slots),
+            u32(ring_slots),
+            u32(offsets),
             drafts(width),
-            ids(rows),
-            ids(ring_rows),
-            ids(accepted),
+            u32(rows),
+            u32(ring_rows),
+            u32(accepted),
             drafts(fold_width),
         )
         return plain.to_numpy(), verified.to_numpy()
@@ -157,9 +132,9 @@ class Case:
         self.qkv = rng.standard_normal((self.offsets[-1] + 2, self.channels), np.float32)
         self.weight = rng.standard_normal((self.channels, width), np.float32)
         windows = rng.standard_normal((slots, self.channels, width - 1), np.float32)
-        self.conv_state = buffer_of(windows, op.state)
-        self.plain_state = buffer_of(windows, op.state)
-        self.ring = buffer_of(np.full((slots, ring_len, self.channels), np.nan), op.ring)
+        self.conv_state = Pool.of(op.state, windows)
+        self.plain_state = Pool.of(op.state, windows)
+        self.ring = Pool.poison(op.ring, (slots, ring_len, self.channels))
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
@@ -170,18 +145,18 @@ def test_fold_equals_the_plain_conv_over_the_accepted_tokens(
     lengths = [ring_len, 0, 1, ring_len + 3, 2]
     slots, ring_slots = [5, 1, 0, 3, 6], [2, 0, 4, 1, 5]
     case = Case(conv_ring, width, ring_len, lengths)
-    before = bits(case.conv_state).copy()
+    before = case.conv_state.bits.copy()
     plain, verified = conv_ring(
         case.qkv, case.weight, case.plain_state, case.conv_state, case.ring,
         slots, ring_slots, case.offsets, ring_len - 1,
     )  # fmt: skip
     assert (plain == verified).all()
     # Only the row longer than the ring has written its window, as the plain conv did.
-    touched = bits(case.conv_state)
-    assert (touched[3] == bits(case.plain_state)[3]).all()
+    touched = case.conv_state.bits
+    assert (touched[3] == case.plain_state.bits[3]).all()
     assert (np.delete(touched, 3, 0) == np.delete(before, 3, 0)).all()
     # It recorded nothing, nor did a row write past its tokens.
-    recorded = values(case.ring)
+    recorded = case.ring.values
     assert np.isnan(recorded[[0, 1, 3, 6]]).all() and np.isnan(recorded[4, 1:]).all()
 
     for accepted in ([ring_len, 0, 1, ring_len + 3, 2], [1, 0, 0, ring_len + 3, 1]):
@@ -200,17 +175,17 @@ def test_fold_equals_the_plain_conv_over_the_accepted_tokens(
             again.conv_state, again.ring, slots, ring_slots,
             np.concatenate([[0], np.cumsum(accepted)]), 0,
         )  # fmt: skip
-        assert (bits(fresh.conv_state) == bits(again.plain_state)).all()
+        assert (fresh.conv_state.bits == again.plain_state.bits).all()
         # The K = 0 verify is the plain conv.
-        assert (bits(again.conv_state) == bits(again.plain_state)).all()
+        assert (again.conv_state.bits == again.plain_state.bits).all()
 
 
 def test_matches_the_specification(float32_ring: ConvRing) -> None:
     lengths, slots, ring_slots = [3, 6, 2, 1], [4, 0, PADDING, 2], [0, 5, 1, PADDING]
     case = Case(float32_ring, 4, 4, lengths)
-    state, ring = case.conv_state.to_numpy().copy(), case.ring.to_numpy().copy()
+    state, ring = case.conv_state.values.copy(), case.ring.values.copy()
     want = reference.gated_delta_conv1d_verify_ring_fwd(
-        case.qkv, case.weight, state, ring, ids(slots), ids(ring_slots), case.offsets, 3
+        case.qkv, case.weight, state, ring, u32(slots), u32(ring_slots), case.offsets, 3
     )
     _, got = float32_ring(
         case.qkv, case.weight, case.plain_state, case.conv_state, case.ring,
@@ -219,16 +194,16 @@ def test_matches_the_specification(float32_ring: ConvRing) -> None:
     assert np.abs(got - want).max() < 1e-5
     # Padding rows, the row with nowhere to record and the tail of no row are zero.
     assert not got[9:].any()
-    np.testing.assert_array_equal(case.conv_state.to_numpy(), state)
-    np.testing.assert_array_equal(case.ring.to_numpy(), ring)
+    np.testing.assert_array_equal(case.conv_state.values, state)
+    np.testing.assert_array_equal(case.ring.values, ring)
 
     rows, ring_rows = [[4, 6], [1, PADDING]], [[0, 0], [0, 0]]
-    reference.gated_delta_conv1d_fold(state, ring, ids(rows), ids(ring_rows), ids([3, 2]), 3)
+    reference.gated_delta_conv1d_fold(state, ring, u32(rows), u32(ring_rows), u32([3, 2]), 3)
     float32_ring(
         case.qkv[:0], case.weight, case.plain_state, case.conv_state, case.ring,
         [], [], [0], 0, rows, ring_rows, [3, 2], 3,
     )  # fmt: skip
-    np.testing.assert_array_equal(case.conv_state.to_numpy(), state)
+    np.testing.assert_array_equal(case.conv_state.values, state)
 
 
 @pytest.mark.parametrize("mistake", ["ring length", "channels", "ring id", "fold id", "tables"])
@@ -239,7 +214,7 @@ def test_a_refused_call_changes_nothing(float32_ring: ConvRing, mistake: str) ->
     if mistake == "ring length":
         verify_width, message = 4, "conv_ring has length 4; need at least verify_width"
     elif mistake == "channels":
-        ring = Buffer.from_numpy(np.zeros((7, 4, 599), np.float32))
+        ring = Pool.poison(float32_ring.ring, (7, 4, 599))
         message = "conv_ring has shape .*7, 4, 599.*; need .*7, 4, 600"
     elif mistake == "ring id":
         ring_slots, message = [0, 7], "ring_slot_idx names row 7 at row 1"
@@ -247,7 +222,7 @@ def test_a_refused_call_changes_nothing(float32_ring: ConvRing, mistake: str) ->
         rows, verify_width, message = [[0, 9]], 0, "row_ids names row 9 at row 1"
     else:
         ring_rows, verify_width, message = [[0, 1], [0, 1]], 0, "ring_row_ids has shape"
-    before = [bits(buffer).copy() for buffer in (case.conv_state, ring)]
+    before = [buffer.bits.copy() for buffer in (case.conv_state, ring)]
     with pytest.raises(ValueError, match=message):
         float32_ring(
             case.qkv[:0] if verify_width == 0 else case.qkv, case.weight, case.plain_state,
@@ -256,7 +231,7 @@ def test_a_refused_call_changes_nothing(float32_ring: ConvRing, mistake: str) ->
             rows, ring_rows, [1, 1], fold_width,
         )  # fmt: skip
     for buffer, kept in zip((case.conv_state, ring), before, strict=True):
-        assert (bits(buffer) == kept).all()
+        assert (buffer.bits == kept).all()
 
 
 def test_mistakes_seen_when_the_graph_is_built() -> None:
