@@ -1,4 +1,4 @@
-"""The command line: gdn-graph demo | doctor | build."""
+"""The command line: gdn-graph demo | doctor | generate | build."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -84,7 +85,7 @@ def demo(
         "ring_len": ring_len or max(model.geometry.ring_len, drafts + 1),
     }
     given = {name: size for name, size in free.items() if size is not None}
-    sizes = replace(model.geometry, **given, record_stride=0)
+    sizes = replace(model.geometry, **given, stride=None)
     options = DemoOptions(sizes, layers, batch, drafts, rounds, dtypes[dtype], seed)
     console = Console(stderr=as_json)
     done: list[Round] = []
@@ -252,6 +253,37 @@ def _version(package: str, wanted: str, needed: bool = True, fix: str = "") -> F
         return Finding(package, "not installed", False, needed, fix)
     good = version.startswith(wanted)
     return Finding(package, version, good, needed, "" if good else fix)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The state folds, and ",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 64,
+    drafts: Annotated[int, typer.Option(min=0, help="The most drafts of a step.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    weights: Annotated[
+        Path | None, typer.Option(help="A folder of config.json and *.safetensors instead.")
+    ] = None,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Decode one token a step.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text on the CPU with a small model, its drafts looked up in the text so far.
+
+    Without --weights the weights are random and the text is noise; speculation changes the number
+    of steps, never the text.
+    """
+    from .generate import run
+
+    run(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        drafts=0 if no_speculation else drafts,
+        seed=seed,
+        weights=weights,
+        as_json=as_json,
+    )
 
 
 @app.command()

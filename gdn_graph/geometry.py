@@ -5,7 +5,7 @@ kernels/gated_delta/ring.mojo says the same of the record in Mojo; a test holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from max.dtype import DType
@@ -33,8 +33,8 @@ class GatedDeltaGeometry:
         value_head_dim: VD, any size.
         conv_width: Taps of the causal conv, 2 to 8.
         ring_len: Window positions a ring row holds, at least the drafts + 1.
-        record_stride: Elements from one ring record to the next. 0, the default, pads the record
-            to a multiple of 32; MAX's cache may pad it further, to fit its pages.
+        stride: Elements from one record to the next, if a cache asks for more than the record
+            padded to 32 (MAX's has 640 for Qwen3.5-27B, so that its pages divide each other).
 
     Raises:
         ValueError: If a value is out of range, or nv is no multiple of nk.
@@ -46,7 +46,7 @@ class GatedDeltaGeometry:
     value_head_dim: int
     conv_width: int = 4
     ring_len: int = 4
-    record_stride: int = 0
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         counts = {
@@ -69,14 +69,10 @@ class GatedDeltaGeometry:
                 f"GatedDeltaGeometry: conv_width is {self.conv_width}; need "
                 f"{MIN_CONV_WIDTH} to {MAX_CONV_WIDTH}"
             )
-
-        if self.record_stride == 0:
-            padded = -(-self.record_elements // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
-            object.__setattr__(self, "record_stride", padded)
-        elif self.record_stride < self.record_elements:
+        if self.stride is not None and self.stride < self.record_elements:
             raise ValueError(
-                f"GatedDeltaGeometry: record_stride is {self.record_stride}; need at least "
-                f"{self.record_elements}, the elements of a record"
+                f"GatedDeltaGeometry: stride is {self.stride}; need at least the "
+                f"{self.record_elements} elements of a record"
             )
 
     @property
@@ -104,6 +100,30 @@ class GatedDeltaGeometry:
         """Elements of one ring record: raw key, delta factors and decays of the group."""
         return self.key_head_dim + self.group * (self.value_head_dim + 1)
 
+    @property
+    def record_stride(self) -> int:
+        """Elements from one record to the next: stride, or the record padded to 32."""
+        if self.stride is not None:
+            return self.stride
+        return -(-self.record_elements // _RECORD_ALIGNMENT) * _RECORD_ALIGNMENT
+
+    def shard(self, devices: int) -> GatedDeltaGeometry:
+        """The heads of one of so many devices: key heads split evenly, each with its value heads.
+
+        Raises:
+            ValueError: If devices does not divide the key heads.
+        """
+        if devices < 1 or self.num_key_heads % devices:
+            raise ValueError(
+                f"GatedDeltaGeometry: cannot split {self.num_key_heads} key heads over {devices} "
+                "devices; need a number that divides them"
+            )
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // devices,
+            num_value_heads=self.num_value_heads // devices,
+        )
+
     def record_factors(self, group_head: int) -> slice:
         """Where in a record the delta factors of this group head lie."""
         start = self.key_head_dim + group_head * self.value_head_dim
@@ -125,6 +145,10 @@ class GatedDeltaGeometry:
         """[rows, nk, ring_len, record_stride]"""
         return (rows, self.num_key_heads, self.ring_len, self.record_stride)
 
+    def conv_ring_shape(self, rows: int) -> tuple[int, int, int]:
+        """[rows, ring_len, conv_dim]"""
+        return (rows, self.ring_len, self.conv_dim)
+
     def recurrent_state_bytes(self, layers: int = 1, dtype: DType = DType.float32) -> int:
         """Bytes of recurrent state that one request keeps over so many layers."""
         return layers * _bytes(self.recurrent_state_shape(1), dtype)
@@ -137,6 +161,10 @@ class GatedDeltaGeometry:
         """Bytes of ring that one request keeps over so many layers, padding included."""
         return layers * _bytes(self.ring_shape(1), dtype)
 
+    def conv_ring_bytes(self, layers: int = 1, dtype: DType = DType.float32) -> int:
+        """Bytes of conv ring that one request keeps over so many layers."""
+        return layers * _bytes(self.conv_ring_shape(1), dtype)
+
 
 @dataclass(frozen=True)
 class ModelGeometry:
@@ -147,7 +175,7 @@ class ModelGeometry:
 
 
 MODELS: Final = {
-    "qwen3.5-27b": ModelGeometry(48, GatedDeltaGeometry(16, 48, 128, 128, record_stride=640)),
+    "qwen3.5-27b": ModelGeometry(48, GatedDeltaGeometry(16, 48, 128, 128, stride=640)),
     "qwen3-next": ModelGeometry(36, GatedDeltaGeometry(16, 32, 128, 128)),
     "tiny": ModelGeometry(4, GatedDeltaGeometry(2, 6, 32, 24)),
 }

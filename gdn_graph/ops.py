@@ -1,4 +1,4 @@
-"""The graph ops, with the names and signatures of max.nn.state_space.
+"""The graph ops: those of max.nn.state_space, with its names and signatures, and two of ours.
 
 Each function adds one op to the current graph and loads the kernel library into it; nothing else
 has to be set up. What can be seen when the graph is built is checked here (devices, dtypes, ranks,
@@ -291,20 +291,102 @@ def gated_delta_state_fold(
     op = "gated_delta_state_fold"
     device = _pool_device(op, "recurrent_state", recurrent_state, 4)
     _require_device(op, "ring", _pool_device(op, "ring", ring, 4), device)
-    rows = _ids(op, "row_ids", row_ids, 2, device)
-    ring_rows = _ids(op, "ring_row_ids", ring_row_ids, 2, device)
-    accepted = _ids(op, "num_accepted", num_accepted, 1, device)
+    rows, ring_rows, accepted = _tables(op, row_ids, ring_row_ids, num_accepted, device)
     width = _verify_width(op, verify_width)
     if _static(width.shape[0]) != 0:
-        batch = _static(accepted.shape[0])
-        layers = _static(rows.shape[0])
-        _require_dim(op, "row_ids", rows, 1, batch, "the rows of num_accepted")
-        _require_dim(op, "ring_row_ids", ring_rows, 0, layers, "the layers of row_ids")
-        _require_dim(op, "ring_row_ids", ring_rows, 1, batch, "the rows of num_accepted")
+        _check_tables(op, rows, ring_rows, accepted)
         _check_fold(op, recurrent_state, ring, width)
         _require_head_dims(op, recurrent_state, device)
         _require_compiled(op, "ring", ring, 2, device, 1, _MAX_GPU_RING_LEN)
     _add(op, device, [recurrent_state, ring, rows, ring_rows, accepted, width], None)
+
+
+def gated_delta_conv1d_verify_ring_fwd(
+    qkv_input_ragged: TensorValueLike,
+    conv_weight: TensorValueLike,
+    conv_state: BufferValue,
+    conv_ring: BufferValue,
+    slot_idx: TensorValueLike,
+    ring_slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+    verify_width: TensorValue,
+) -> TensorValue:
+    """The conv over a window of drafts that leaves conv_state alone and records its inputs.
+
+    Not among MAX's ops: with gated_delta_conv1d_fold it commits the windows of all layers in one
+    launch, where MAX gathers and convolves once more in every layer. Outputs are those of
+    gated_delta_conv1d_fwd bit for bit. Without drafts (K = 0) it is that op, and the ring is not
+    looked at. With drafts each token leaves its raw input at conv_ring[ring_slot_idx[b], position
+    in the row], except in a row longer than the ring (a prefill row), which records nothing and
+    writes its window.
+
+    Args:
+        qkv_input_ragged: As for gated_delta_conv1d_fwd.
+        conv_weight: As for gated_delta_conv1d_fwd.
+        conv_state: [slots, conv_dim, width - 1]; changed only at K = 0 and by rows longer than the
+            ring.
+        conv_ring: [ring rows, ring length > K, conv_dim]; changed. Of the dtype of conv_state or
+            float32, so that the fold is exact.
+        slot_idx: [B], uint32 (other integers are cast).
+        ring_slot_idx: [B], uint32 (other integers are cast).
+        input_row_offsets: [B + 1], uint32, never decreasing, at most N.
+        verify_width: int64 [K] on the CPU, see verify_width_operand.
+
+    Returns:
+        float32 [N, conv_dim].
+    """
+    op = "gated_delta_conv1d_verify_ring_fwd"
+    device, qkv, weight, slots, offsets = _conv_operands(
+        op, qkv_input_ragged, conv_weight, conv_state, slot_idx, input_row_offsets
+    )
+    _require_device(op, "conv_ring", _pool_device(op, "conv_ring", conv_ring, 3), device)
+    ring_slots = _ids(op, "ring_slot_idx", ring_slot_idx, 1, device)
+    width = _verify_width(op, verify_width)
+    if _static(width.shape[0]) != 0:
+        _require_dim(
+            op, "ring_slot_idx", ring_slots, 0, _static(slots.shape[0]), "the rows of slot_idx"
+        )
+        _check_conv_ring(op, conv_ring, _static(qkv.shape[1]), width)
+    result: TensorValue = _add(
+        op,
+        device,
+        [qkv, weight, conv_state, conv_ring, slots, ring_slots, offsets, width],
+        TensorType(DType.float32, qkv.shape, device),
+    )
+    return result
+
+
+def gated_delta_conv1d_fold(
+    conv_state: BufferValue,
+    conv_ring: BufferValue,
+    row_ids: TensorValueLike,
+    ring_row_ids: TensorValueLike,
+    num_accepted: TensorValueLike,
+    verify_width: TensorValue,
+) -> None:
+    """Shifts accepted inputs into the conv windows of every layer in one launch.
+
+    Not among MAX's ops. A window is left as gated_delta_conv1d_fwd over the first num_accepted[b]
+    tokens of row b would have left it, bit for bit. Without drafts it does nothing.
+
+    Args:
+        conv_state: [rows, conv_dim, width - 1] of all layers; changed.
+        conv_ring: [ring rows, ring length > K, conv_dim]; only read, but mutable so that the graph
+            runs the fold after the verify that filled it.
+        row_ids: [L, B], uint32 (other integers are cast): the window of row b in each layer.
+        ring_row_ids: [L, B], likewise in the ring.
+        num_accepted: [B], likewise, as for gated_delta_state_fold.
+        verify_width: int64 [K] on the CPU, see verify_width_operand.
+    """
+    op = "gated_delta_conv1d_fold"
+    device = _pool_device(op, "conv_state", conv_state, 3)
+    _require_device(op, "conv_ring", _pool_device(op, "conv_ring", conv_ring, 3), device)
+    rows, ring_rows, accepted = _tables(op, row_ids, ring_row_ids, num_accepted, device)
+    width = _verify_width(op, verify_width)
+    if _static(width.shape[0]) != 0:
+        _check_tables(op, rows, ring_rows, accepted)
+        _check_conv_ring(op, conv_ring, _static(conv_state.shape[1]), width)
+    _add(op, device, [conv_state, conv_ring, rows, ring_rows, accepted, width], None)
 
 
 def _add(
@@ -334,6 +416,27 @@ def _conv(
     extra: list[TensorValue],
     parameters: dict[str, Any],
 ) -> TensorValue:
+    device, qkv, weight, slots, offsets = _conv_operands(
+        op, qkv_input_ragged, conv_weight, conv_state, slot_idx, input_row_offsets
+    )
+    result: TensorValue = _add(
+        op,
+        device,
+        [qkv, weight, conv_state, slots, offsets, *extra],
+        TensorType(DType.float32, qkv.shape, device),
+        parameters,
+    )
+    return result
+
+
+def _conv_operands(
+    op: str,
+    qkv_input_ragged: TensorValueLike,
+    conv_weight: TensorValueLike,
+    conv_state: BufferValue,
+    slot_idx: TensorValueLike,
+    input_row_offsets: TensorValueLike,
+) -> tuple[DeviceRef, TensorValue, TensorValue, TensorValue, TensorValue]:
     device = _pool_device(op, "conv_state", conv_state, 3)
     qkv = _work(op, "qkv_input_ragged", qkv_input_ragged, device)
     weight = _work(op, "conv_weight", conv_weight, device)
@@ -352,14 +455,7 @@ def _conv(
                 f"a conv width of {MIN_CONV_WIDTH} to {MAX_CONV_WIDTH} as dim 1",
             )
         _require_dim(op, "conv_state", conv_state, 2, width - 1, "the conv width - 1")
-    result: TensorValue = _add(
-        op,
-        device,
-        [qkv, weight, conv_state, slots, offsets, *extra],
-        TensorType(DType.float32, qkv.shape, device),
-        parameters,
-    )
-    return result
+    return device, qkv, weight, slots, offsets
 
 
 def _recurrence_operands(
@@ -459,6 +555,40 @@ def _check_fold(
         if KD is not None and VD is not None:
             heads = GatedDeltaGeometry(nk, nv, KD, VD)
     _check_ring(op, ring, heads, width)
+
+
+def _check_conv_ring(
+    op: str, conv_ring: BufferValue, channels: int | None, width: TensorValue
+) -> None:
+    _require_dim(op, "conv_ring", conv_ring, 2, channels, "the channels of the conv")
+    ring_len, drafts = _static(conv_ring.shape[1]), _static(width.shape[0])
+    if ring_len is not None and drafts is not None and drafts + 1 > ring_len:
+        _fail(
+            op, "conv_ring", f"has length {ring_len}", f"at least verify_width + 1 = {drafts + 1}"
+        )
+
+
+def _tables(
+    op: str,
+    row_ids: TensorValueLike,
+    ring_row_ids: TensorValueLike,
+    num_accepted: TensorValueLike,
+    device: DeviceRef,
+) -> tuple[TensorValue, TensorValue, TensorValue]:
+    return (
+        _ids(op, "row_ids", row_ids, 2, device),
+        _ids(op, "ring_row_ids", ring_row_ids, 2, device),
+        _ids(op, "num_accepted", num_accepted, 1, device),
+    )
+
+
+def _check_tables(
+    op: str, rows: TensorValue, ring_rows: TensorValue, accepted: TensorValue
+) -> None:
+    batch = _static(accepted.shape[0])
+    _require_dim(op, "row_ids", rows, 1, batch, "the rows of num_accepted")
+    _require_dim(op, "ring_row_ids", ring_rows, 0, _static(rows.shape[0]), "the layers of row_ids")
+    _require_dim(op, "ring_row_ids", ring_rows, 1, batch, "the rows of num_accepted")
 
 
 def _rows(

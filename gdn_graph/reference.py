@@ -1,4 +1,4 @@
-"""The five ops in NumPy: the specification that the kernels are tested against.
+"""The ops in NumPy: the specification that the kernels are tested against.
 
 Written to be read, not to be fast. Every function takes and returns plain arrays; pools and rings
 are changed in place, as the ops change them. `dtype` is the dtype of the arithmetic: float64 for
@@ -8,6 +8,7 @@ dims):
 
     qkv [N, conv_dim], decay and beta [N, nv], recurrent_state [slots, nv, KD, VD],
     conv_state [slots, conv_dim, width - 1], ring [ring rows, nk, ring_len, record_stride],
+    conv_ring [ring rows, ring_len, conv_dim],
     slot_idx [B], input_row_offsets [B + 1], row_ids and ring_row_ids [L, B], num_accepted [B]
 
 Source of the rule: Yang, Kautz, Hatamizadeh, Gated Delta Networks, 2024 (arXiv 2412.06464), with
@@ -91,6 +92,61 @@ def gated_delta_conv1d_verify_fwd(
         write_state=rollback or verify_width == 0,
         dtype=dtype,
     )
+
+
+def gated_delta_conv1d_verify_ring_fwd(
+    qkv: Array,
+    conv_weight: Array,
+    conv_state: Array,
+    conv_ring: Array,
+    slot_idx: Array,
+    ring_slot_idx: Array,
+    input_row_offsets: Array,
+    verify_width: int,
+    *,
+    dtype: DTypeLike = np.float64,
+) -> Array:
+    """The conv that leaves conv_state alone and a token's raw input in the ring.
+
+    Without drafts it is the plain conv. With drafts, a row longer than the ring records nothing and
+    writes its window.
+    """
+    out = np.zeros(qkv.shape, dtype)
+    for b, _, begin, end in rows_of(slot_idx, input_row_offsets):
+        records = verify_width > 0 and end - begin <= conv_ring.shape[1]
+        if records and int(ring_slot_idx[b]) == PADDING:
+            continue
+        out[begin:end] = gated_delta_conv1d_fwd(
+            qkv[begin:end],
+            conv_weight,
+            conv_state,
+            slot_idx[b : b + 1],
+            np.array([0, end - begin]),
+            write_state=not records,
+            dtype=dtype,
+        )
+        if records:
+            conv_ring[int(ring_slot_idx[b]), : end - begin] = qkv[begin:end]
+    return out
+
+
+def gated_delta_conv1d_fold(
+    conv_state: Array,
+    conv_ring: Array,
+    row_ids: Array,
+    ring_row_ids: Array,
+    num_accepted: Array,
+    verify_width: int,
+) -> None:
+    """Shifts the first num_accepted[b] recorded inputs of row b into its window, in every layer."""
+    if verify_width == 0:
+        return
+    for row, ring_row in zip(row_ids, ring_row_ids, strict=True):
+        for b, accepted in enumerate(num_accepted):
+            if not 0 < accepted <= conv_ring.shape[1] or PADDING in (int(row[b]), int(ring_row[b])):
+                continue
+            inputs = np.concatenate([conv_state[row[b]].T, conv_ring[ring_row[b], :accepted]])
+            conv_state[row[b]] = inputs[accepted:].T
 
 
 def token_step(

@@ -59,7 +59,7 @@ def test_qwen35_27b_bytes():
 def test_the_record_is_padded_to_32_elements_unless_told():
     assert GatedDeltaGeometry(16, 48, 128, 128).record_stride == 544
     assert GatedDeltaGeometry(1, 1, 31, 32).record_stride == 64
-    assert GatedDeltaGeometry(1, 1, 31, 32, record_stride=65).record_stride == 65
+    assert GatedDeltaGeometry(1, 1, 31, 32, stride=65).record_stride == 65
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_record_is_padded_to_32_elements_unless_told():
         ({"key_head_dim": 0}, "key_head_dim is 0; need at least 1"),
         ({"ring_len": 0}, "ring_len is 0"),
         ({"conv_width": 9}, "conv_width is 9; need 2 to 8"),
-        ({"record_stride": 16}, "record_stride is 16; need at least 26, the elements of a record"),
+        ({"stride": 16}, "stride is 16; need at least the 26 elements of a record"),
         ({"conv_width": 1}, "conv_width is 1; need 2 to 8"),
     ],
 )

@@ -210,10 +210,7 @@ def check_fold(
         )
     var geometry = HeadGeometry(nk, nv, state[2], state[3])
     check_ring(op, geometry, ring, verify_width)
-    require_shape(
-        op, "row_ids", row_ids, [row_ids[0], num_accepted[0]], "[layers, rows of num_accepted]"
-    )
-    require_shape(op, "ring_row_ids", ring_row_ids, row_ids, "[layers, rows], as row_ids has it")
+    check_tables(op, row_ids, ring_row_ids, num_accepted)
     return geometry
 
 
@@ -288,3 +285,56 @@ def check_id(op: StaticString, argument: StaticString, id: UInt32, row: Int, poo
             String("names row ", id, " at row ", row, " of the batch"),
             String("an id below ", pool_rows, ", the rows there are, or 0xFFFFFFFF for padding"),
         )
+
+
+def check_conv_ring(
+    op: StaticString, conv_ring: IndexList[3], conv_dim: Int, verify_width: Int
+) raises:
+    """Asks that the conv ring has these channels and holds a window of verify_width drafts."""
+    require_shape(
+        op,
+        "conv_ring",
+        conv_ring,
+        [conv_ring[0], conv_ring[1], conv_dim],
+        "[ring rows, ring length, conv_dim]",
+    )
+    if verify_width + 1 > conv_ring[1]:
+        fail(
+            op,
+            "conv_ring",
+            String("has length ", conv_ring[1]),
+            String("at least verify_width + 1 = ", verify_width + 1),
+        )
+
+
+def check_conv_fold(
+    op: StaticString,
+    state: IndexList[3],
+    conv_ring: IndexList[3],
+    row_ids: IndexList[2],
+    ring_row_ids: IndexList[2],
+    num_accepted: IndexList[1],
+    verify_width: Int,
+) raises:
+    var width = state[2] + 1
+    if width < MIN_CONV_WIDTH or width > MAX_CONV_WIDTH:
+        fail(
+            op,
+            "conv_state",
+            String("has shape ", state),
+            "[rows, conv_dim, width - 1] for a conv width of 2 to 8",
+        )
+    check_conv_ring(op, conv_ring, state[1], verify_width)
+    check_tables(op, row_ids, ring_row_ids, num_accepted)
+
+
+def check_tables(
+    op: StaticString,
+    row_ids: IndexList[2],
+    ring_row_ids: IndexList[2],
+    num_accepted: IndexList[1],
+) raises:
+    require_shape(
+        op, "row_ids", row_ids, [row_ids[0], num_accepted[0]], "[layers, rows of num_accepted]"
+    )
+    require_shape(op, "ring_row_ids", ring_row_ids, row_ids, "[layers, rows], as row_ids has it")

@@ -12,21 +12,27 @@ from max.gpu.host.info import is_cpu
 
 from .checks import (
     check_conv,
+    check_conv_fold,
+    check_conv_ring,
     check_fold,
     check_fold_ids,
     check_offsets,
+    check_offsets_length,
     check_recurrence,
     check_ring,
     check_ring_rows,
     check_row_ids,
 )
 from .cpu.conv1d import conv1d
+from .cpu.conv1d_ring import conv_fold, record_inputs
 from .cpu.recurrence import recurrence
 from .cpu.state_fold import state_fold
 from .cpu.vector import fill_zero, P, untracked
 from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 
 comptime NO_BLOCK = "the block form has no CPU kernel"
+
+comptime NO_GPU = "the GPU kernels of this op are not built in"
 
 
 def run_conv[
@@ -383,3 +389,143 @@ struct GatedDeltaStateFold:
                 num_accepted,
                 ctx,
             )
+
+
+@extensibility.register("gated_delta_conv1d_verify_ring_fwd")
+struct GatedDeltaConv1dVerifyRingFwd:
+    """Ours, not MAX's: the conv of a verify that records its inputs for gated_delta_conv1d_fold."""
+
+    @staticmethod
+    def execute[
+        work_dtype: DType, state_dtype: DType, ring_dtype: DType, target: StaticString
+    ](
+        conv_output_ragged: OutputTensor[dtype=work_dtype, rank=2, ...],
+        qkv_input_ragged: InputTensor[dtype=work_dtype, rank=2, ...],
+        conv_weight: InputTensor[dtype=work_dtype, rank=2, ...],
+        conv_state: MutableInputTensor[dtype=state_dtype, rank=3, ...],
+        conv_ring: MutableInputTensor[dtype=ring_dtype, rank=3, ...],
+        slot_idx: InputTensor[dtype=DType.uint32, rank=1, ...],
+        ring_slot_idx: InputTensor[dtype=DType.uint32, rank=1, ...],
+        input_row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        verify_width: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime OP = "gated_delta_conv1d_verify_ring_fwd"
+        var drafts = verify_width.dim_size(0)
+        var batch_size = slot_idx.dim_size(0)
+        var num_tokens = qkv_input_ragged.dim_size(0)
+        var conv_dim = qkv_input_ragged.dim_size(1)
+        # Without drafts this is the plain conv, and the ring is not even looked at.
+        if drafts > 0:
+            check_conv_ring(OP, conv_ring.shape(), conv_dim, drafts)
+            check_ring_rows(OP, slot_idx.shape(), ring_slot_idx.shape())
+        comptime if is_cpu[target]():
+            var slots = untracked(slot_idx.unsafe_ptr())
+            var ring_slots = untracked(ring_slot_idx.unsafe_ptr())
+            var offsets = untracked(input_row_offsets.unsafe_ptr())
+            if drafts > 0:
+                check_offsets_length(OP, batch_size, input_row_offsets.shape())
+                check_offsets(OP, offsets, batch_size, num_tokens)
+                check_row_ids(
+                    OP, "ring_slot_idx", ring_slots, offsets, batch_size, conv_ring.dim_size(0)
+                )
+            run_conv[target=target](
+                OP,
+                conv_output_ragged,
+                qkv_input_ragged,
+                conv_weight,
+                conv_state,
+                slot_idx,
+                input_row_offsets,
+                drafts == 0,
+                ctx,
+            )
+            if drafts > 0:
+                record_inputs(
+                    untracked(conv_output_ragged.unsafe_ptr()),
+                    untracked(qkv_input_ragged.unsafe_ptr()),
+                    untracked(conv_state.unsafe_ptr()),
+                    untracked(conv_ring.unsafe_ptr()),
+                    slots,
+                    ring_slots,
+                    offsets,
+                    batch_size,
+                    num_tokens,
+                    conv_dim,
+                    conv_state.dim_size(2),
+                    conv_ring.dim_size(1),
+                )
+        else:
+            comptime assert False, NO_GPU
+
+
+@extensibility.register("gated_delta_conv1d_fold")
+struct GatedDeltaConv1dFold:
+    """Ours, not MAX's: the accepted inputs into the conv windows of every layer."""
+
+    @staticmethod
+    def execute[
+        state_dtype: DType, ring_dtype: DType, target: StaticString
+    ](
+        conv_state: MutableInputTensor[dtype=state_dtype, rank=3, ...],
+        conv_ring: MutableInputTensor[dtype=ring_dtype, rank=3, ...],
+        row_ids: InputTensor[dtype=DType.uint32, rank=2, ...],
+        ring_row_ids: InputTensor[dtype=DType.uint32, rank=2, ...],
+        num_accepted: InputTensor[dtype=DType.uint32, rank=1, ...],
+        verify_width: InputTensor[dtype=DType.int64, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        comptime OP = "gated_delta_conv1d_fold"
+        var drafts = verify_width.dim_size(0)
+        if drafts == 0:
+            return
+        var layers = row_ids.dim_size(0)
+        var batch_size = num_accepted.dim_size(0)
+        var ring_len = conv_ring.dim_size(1)
+        check_conv_fold(
+            OP,
+            conv_state.shape(),
+            conv_ring.shape(),
+            row_ids.shape(),
+            ring_row_ids.shape(),
+            num_accepted.shape(),
+            drafts,
+        )
+        comptime if is_cpu[target]():
+            var rows = untracked(row_ids.unsafe_ptr())
+            var ring_rows = untracked(ring_row_ids.unsafe_ptr())
+            var accepted = untracked(num_accepted.unsafe_ptr())
+            check_fold_ids(
+                OP,
+                "row_ids",
+                rows,
+                accepted,
+                layers,
+                batch_size,
+                conv_state.dim_size(0),
+                ring_len,
+            )
+            check_fold_ids(
+                OP,
+                "ring_row_ids",
+                ring_rows,
+                accepted,
+                layers,
+                batch_size,
+                conv_ring.dim_size(0),
+                ring_len,
+            )
+            conv_fold(
+                untracked(conv_state.unsafe_ptr()),
+                untracked(conv_ring.unsafe_ptr()),
+                rows,
+                ring_rows,
+                accepted,
+                layers,
+                batch_size,
+                conv_state.dim_size(1),
+                conv_state.dim_size(2),
+                ring_len,
+            )
+        else:
+            comptime assert False, NO_GPU
