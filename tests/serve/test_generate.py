@@ -1,0 +1,69 @@
+"""`max generate` on the tiny checkpoint, token by token and logit by logit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import OPTIONS, START_SECONDS
+from numpy_qwen35 import Qwen35
+from transformers import AutoTokenizer
+
+COUNT = 64
+# float32 against float64 of logits around 1; transformers is held to the same figure.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def generated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """The logits [COUNT, vocab] of one `max generate`, whose greedy text was what they say."""
+    file = tmp_path_factory.mktemp("generate") / "logits.npy"
+    result = subprocess.run(
+        [
+            *(str(Path(sys.executable).with_name("max")), "generate", "--model", str(checkpoint)),
+            *("--custom-architectures", f"{Path(__file__).parent}:recording", *OPTIONS),
+            *("--prompt", "The quick brown fox", "--max-new-tokens", str(COUNT), "--top-k", "1"),
+        ],
+        env=os.environ | {"GDN_GRAPH_TEST_LOGITS": str(file), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    logits = np.load(file)
+    text = AutoTokenizer.from_pretrained(checkpoint).decode(logits.argmax(-1))
+    assert text in result.stdout
+    return logits
+
+
+@pytest.fixture(scope="module")
+def prompt(checkpoint: Path) -> list[int]:
+    """What `max generate` makes of the prompt: a chat of one message."""
+    ids: list[int] = AutoTokenizer.from_pretrained(checkpoint).apply_chat_template(
+        [{"role": "user", "content": "The quick brown fox"}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    return ids
+
+
+@pytest.mark.slow
+def test_greedy_tokens_and_logits_are_those_of_the_numpy_forward(
+    generated: np.ndarray, oracle: Qwen35, prompt: list[int]
+) -> None:
+    tokens, logits = oracle.greedy(prompt, COUNT)
+    assert generated.argmax(-1).tolist() == tokens
+    assert np.abs(generated - logits).max() < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_slightly_wrong_decay_is_seen(
+    generated: np.ndarray, checkpoint: Path, prompt: list[int]
+) -> None:
+    """The comparison above fails when one layer forgets 1 % faster."""
+    wrong = Qwen35(checkpoint)
+    wrong.w["model.layers.1.linear_attn.A_log"] += 0.01
+    _, logits = wrong.greedy(prompt, COUNT)
+    assert np.abs(generated - logits).max() > 10 * TOLERANCE
