@@ -147,7 +147,5 @@ def _text_and_vision(architecture: SupportedArchitecture) -> SupportedArchitectu
 ARCHITECTURES: Final[list[SupportedArchitecture]] = [
     _text_and_vision(qwen3_5.qwen3_5_text_arch),
     _text_and_vision(qwen3_5.qwen3_5_arch),
-    replace(
-        unified_mtp_qwen3_5.unified_mtp_qwen3_5_arch, pipeline_model=UnifiedMTPQwen3_5Model
-    ),
+    replace(unified_mtp_qwen3_5.unified_mtp_qwen3_5_arch, pipeline_model=UnifiedMTPQwen3_5Model),
 ]

@@ -1,4 +1,4 @@
-"""Our text architecture, writing the logits of every step: --custom-architectures .../tests/serve:recording
+"""Our text architecture, writing the logits of every step of `max generate`.
 
 The file is named by GDN_GRAPH_TEST_LOGITS: float32 [steps, vocab], last token of one request.
 """

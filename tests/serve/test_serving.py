@@ -130,7 +130,11 @@ def test_cancelled_stream_leaves_the_others_alone(client: Client, oracle: Qwen35
         others = [pool.submit(client.complete, PROMPT, 64) for _ in range(4)]
         for i in range(8):
             stream = client.api.completions.create(
-                model=client.model, prompt="y" * (i + 1), max_tokens=200, stream=True, **client.greedy
+                model=client.model,
+                prompt="y" * (i + 1),
+                max_tokens=200,
+                stream=True,
+                **client.greedy,
             )
             next(iter(stream))
             stream.close()

@@ -1,0 +1,80 @@
+"""Starting and ending a server, with a small script in the place of `max`."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import running
+
+from gdn_graph.serve import server
+
+# A server with a child, both of which ignore the request to end.
+STUBBORN = """
+import http.server, os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", child])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(os.environ["MAX_SERVE_PORT"])
+http.server.HTTPServer((os.environ["MAX_SERVE_HOST"], port), Handler).serve_forever()
+"""
+FAILING = """
+print("starting")
+raise ValueError("the weights are made of cheese")
+"""
+SILENT = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a Python script in the place of `max`."""
+
+    def put(script: str) -> None:
+        file = tmp_path / "max"
+        file.write_text(f"#!{sys.executable}\n{script}")
+        file.chmod(0o755)
+        monkeypatch.setattr(server, "_max_executable", lambda: str(file))
+        monkeypatch.setattr(server, "_STOP_SECONDS", 0.5)
+
+    return put
+
+
+def _gone(process_group: int) -> bool:
+    """Whether a killed group ends; the kernel takes a moment."""
+    deadline = time.monotonic() + 10
+    while running(process_group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return running(process_group) == []
+
+
+def test_leaving_ends_every_process(stand_in, tmp_path: Path) -> None:
+    stand_in(STUBBORN)
+    with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30) as started:
+        assert len(running(started.process_group)) == 2
+    assert _gone(started.process_group)
+
+
+def test_an_exception_inside_ends_every_process(stand_in, tmp_path: Path) -> None:
+    stand_in(STUBBORN)
+    with pytest.raises(KeyboardInterrupt):
+        with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30) as started:
+            raise KeyboardInterrupt
+    assert _gone(started.process_group)
+
+
+def test_a_server_that_ends_says_why(stand_in, tmp_path: Path) -> None:
+    stand_in(FAILING)
+    with pytest.raises(server.ServeError, match="status 1.*the weights are made of cheese"):
+        with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30):
+            pass
+
+
+def test_a_server_that_never_answers_is_given_up(stand_in, tmp_path: Path) -> None:
+    stand_in(SILENT)
+    with pytest.raises(server.ServeError, match="did not answer within 1 s"):
+        with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=1):
+            pass
