@@ -74,7 +74,7 @@ def _identity_collectives() -> Iterator[None]:
         yield
 
 
-class Qwen3_5Config(qwen3_5.Qwen3_5Config):
+class Qwen3_5Config(qwen3_5.Qwen3_5Config):  # type: ignore[misc]
     """MAX's Qwen3.5 config, which on a CPU plans for the text model in float32."""
 
     @classmethod
@@ -88,12 +88,13 @@ class Qwen3_5Config(qwen3_5.Qwen3_5Config):
     ) -> "Qwen3_5Config":
         if _on_cpu(pipeline_config):
             huggingface_config = _as_served_on_cpu(huggingface_config)
-        return super().initialize_from_config(
+        config: Qwen3_5Config = super().initialize_from_config(
             pipeline_config, huggingface_config, model_config, max_seq_len=max_seq_len
         )
+        return config
 
 
-class Qwen3_5Tokenizer(qwen3_5_tokenizer.Qwen3_5Tokenizer):
+class Qwen3_5Tokenizer(qwen3_5_tokenizer.Qwen3_5Tokenizer):  # type: ignore[misc]
     """MAX's Qwen3.5 tokenizer, which on a CPU refuses requests with images or video."""
 
     def __init__(self, model_path: str, pipeline_config: PipelineConfig, **options: Any) -> None:
@@ -107,7 +108,7 @@ class Qwen3_5Tokenizer(qwen3_5_tokenizer.Qwen3_5Tokenizer):
         return context
 
 
-class Qwen3_5Model(qwen3_5.Qwen3_5Model):
+class Qwen3_5Model(qwen3_5.Qwen3_5Model):  # type: ignore[misc]
     """MAX's Qwen3.5 model, which runs on a CPU too."""
 
     model_config_cls = Qwen3_5Config
@@ -128,7 +129,7 @@ class Qwen3_5Model(qwen3_5.Qwen3_5Model):
             return super().load_model(session)
 
 
-class UnifiedMTPQwen3_5Model(unified_mtp_qwen3_5.UnifiedMTPQwen3_5Model):
+class UnifiedMTPQwen3_5Model(unified_mtp_qwen3_5.UnifiedMTPQwen3_5Model):  # type: ignore[misc]
     """MAX's Qwen3.5 model with its MTP draft head, which MAX runs on GPUs only.
 
     Nothing is changed; the class lives here so that the model worker imports this module.

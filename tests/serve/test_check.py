@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import MAX_LENGTH
 from safetensors.numpy import save_file
+from serving import MAX_LENGTH
 
 from gdn_graph.serve.check import check_folder, serve_check
 

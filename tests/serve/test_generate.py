@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import OPTIONS, START_SECONDS
 from numpy_qwen35 import Qwen35
+from serving import OPTIONS, START_SECONDS
 from transformers import AutoTokenizer
 
 COUNT = 64

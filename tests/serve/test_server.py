@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import running
+from serving import running
 
 from gdn_graph.serve import server
 

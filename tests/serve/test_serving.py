@@ -5,9 +5,9 @@ import string
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import MAX_LENGTH
 from numpy_qwen35 import Qwen35
 from openai import BadRequestError, OpenAI
+from serving import MAX_LENGTH
 from transformers import AutoTokenizer
 
 from gdn_graph.serve.server import Server
