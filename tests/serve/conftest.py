@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from numpy_qwen35 import Qwen35
-from serving import OPTIONS, START_SECONDS, load_example, running
+from serving import OPTIONS, START_SECONDS, ends, load_example
 
 from gdn_graph.serve.server import ServeError, Server, max_serve
 
@@ -28,11 +28,11 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log = tmp_path_factory.mktemp("server") / "max-serve.log"
     options = [*OPTIONS, "--max-batch-size", "8"]
     try:
-        with max_serve(checkpoint, options, log, timeout_seconds=START_SECONDS) as running_server:
-            yield running_server
+        with max_serve(checkpoint, options, log, timeout_seconds=START_SECONDS) as started:
+            yield started
     except ServeError as error:
         pytest.fail(f"{error}\n{_tail(log)}", pytrace=False)
-    assert running(running_server.process_group) == []
+    assert ends(started.process_group)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,14 +35,12 @@ class Qwen35:
         tensors = load_file(folder / "model.safetensors")
         self.w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
 
-    def greedy(self, prompt: list[int], count: int) -> tuple[list[int], Array]:
-        """The `count` tokens that follow `prompt`, and the logits [count, vocab] they came from."""
-        tokens = list(prompt)
-        rows = []
-        for _ in range(count):
-            rows.append(self.logits(tokens)[-1])
-            tokens.append(int(np.argmax(rows[-1])))
-        return tokens[len(prompt) :], np.stack(rows)
+    def steps(self, prompt: list[int], tokens: list[int]) -> Array:
+        """The logits [len(tokens), vocab] from which each of the tokens after `prompt` is chosen.
+
+        `tokens` is the greedy continuation exactly when it is the argmax of every row.
+        """
+        return self.logits(prompt + tokens)[len(prompt) - 1 : -1]
 
     def logits(self, tokens: list[int]) -> Array:
         """The logits [N, vocab] after each of N tokens."""

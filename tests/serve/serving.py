@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,11 @@ def running(process_group: int) -> list[str]:
         except (psutil.Error, ProcessLookupError):
             pass
     return found
+
+
+def ends(process_group: int) -> bool:
+    """Whether a killed group ends; the kernel takes a moment."""
+    deadline = time.monotonic() + 10
+    while running(process_group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return running(process_group) == []

@@ -53,8 +53,10 @@ def prompt(checkpoint: Path) -> list[int]:
 def test_greedy_tokens_and_logits_are_those_of_the_numpy_forward(
     generated: np.ndarray, oracle: Qwen35, prompt: list[int]
 ) -> None:
-    tokens, logits = oracle.greedy(prompt, COUNT)
-    assert generated.argmax(-1).tolist() == tokens
+    tokens = generated.argmax(-1).tolist()
+    logits = oracle.steps(prompt, tokens)
+    assert len(tokens) == COUNT
+    assert logits.argmax(-1).tolist() == tokens
     assert np.abs(generated - logits).max() < TOLERANCE
 
 
@@ -65,5 +67,25 @@ def test_a_slightly_wrong_decay_is_seen(
     """The comparison above fails when one layer forgets 1 % faster."""
     wrong = Qwen35(checkpoint)
     wrong.w["model.layers.1.linear_attn.A_log"] += 0.01
-    _, logits = wrong.greedy(prompt, COUNT)
+    logits = wrong.steps(prompt, generated.argmax(-1).tolist())
     assert np.abs(generated - logits).max() > 10 * TOLERANCE
+
+
+@pytest.mark.slow
+def test_logits_are_those_of_transformers(
+    generated: np.ndarray, checkpoint: Path, oracle: Qwen35, prompt: list[int]
+) -> None:
+    """The public implementation, where the compare extra is installed, in float32."""
+    torch = pytest.importorskip("torch", reason="needs pip install 'gdn-graph[compare]'")
+    from transformers import AutoModelForCausalLM
+
+    tokens = generated.argmax(-1).tolist()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0].numpy()
+    published = logits[len(prompt) - 1 : -1]
+    print(f"max generate: {np.abs(generated - published).max():.1e}")
+    print(f"NumPy forward: {np.abs(oracle.steps(prompt, tokens) - published).max():.1e}")
+    assert published.argmax(-1).tolist() == tokens
+    assert np.abs(generated - published).max() < TOLERANCE
+    assert np.abs(oracle.steps(prompt, tokens) - published).max() < TOLERANCE

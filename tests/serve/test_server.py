@@ -1,11 +1,10 @@
 """Starting and ending a server, with a small script in the place of `max`."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from serving import running
+from serving import ends, running
 
 from gdn_graph.serve import server
 
@@ -43,19 +42,11 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return put
 
 
-def _gone(process_group: int) -> bool:
-    """Whether a killed group ends; the kernel takes a moment."""
-    deadline = time.monotonic() + 10
-    while running(process_group) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return running(process_group) == []
-
-
 def test_leaving_ends_every_process(stand_in, tmp_path: Path) -> None:
     stand_in(STUBBORN)
     with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30) as started:
         assert len(running(started.process_group)) == 2
-    assert _gone(started.process_group)
+    assert ends(started.process_group)
 
 
 def test_an_exception_inside_ends_every_process(stand_in, tmp_path: Path) -> None:
@@ -63,7 +54,7 @@ def test_an_exception_inside_ends_every_process(stand_in, tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30) as started:
             raise KeyboardInterrupt
-    assert _gone(started.process_group)
+    assert ends(started.process_group)
 
 
 def test_a_server_that_ends_says_why(stand_in, tmp_path: Path) -> None:
