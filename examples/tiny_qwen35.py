@@ -4,8 +4,8 @@
     max serve --custom-architectures gdn_graph.serve --model out/tiny-qwen35 \\
         --devices cpu --quantization-encoding float32 --max-length 256
 
-The folder holds what `max serve` reads: config.json, model.safetensors (float32), tokenizer.json
-and tokenizer_config.json with a chat template. Needs gdn-graph[serve]; no torch, no network.
+The folder holds what `max serve` reads: config.json, model.safetensors, tokenizer.json and
+tokenizer_config.json with a chat template. Needs gdn-graph[serve]; no torch, no network.
 
 The tokenizer is byte-level without merges: one token a byte, plus Qwen3.5's special tokens. The
 rows of lm_head that do not print are zero, so greedy text is plain ASCII, one character a token,
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import save_file
+from safetensors import TensorSpec, serialize_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 Array = npt.NDArray[np.float32]
@@ -182,7 +182,29 @@ def _weights(s: Sizes, vocab: Tokenizer, body: str, mtp: bool, seed: int) -> dic
     return w.tensors
 
 
-def _config(s: Sizes, vocab: Tokenizer, mtp: bool) -> dict[str, object]:
+def _save(tensors: dict[str, Array], file: Path, dtype: str) -> None:
+    """Writes a safetensors file; NumPy has no bfloat16, so its bits are made here."""
+    stored: dict[str, npt.NDArray[np.float32 | np.uint16]] = {}
+    for name, tensor in tensors.items():
+        if dtype == "bfloat16":
+            bits = tensor.view(np.uint32)
+            to_nearest_even = np.uint32(0x7FFF) + ((bits >> 16) & 1)
+            stored[name] = ((bits + to_nearest_even) >> 16).astype(np.uint16)
+        else:
+            stored[name] = np.ascontiguousarray(tensor)
+    specs = {
+        name: TensorSpec(
+            dtype=dtype, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes
+        )
+        for name, array in stored.items()
+    }
+    serialize_file(specs, file, metadata={"format": "pt"})
+
+
+def _config(s: Sizes, vocab: Tokenizer, mtp: bool, dtype: str) -> dict[str, object]:
+    partial_rotary_factor = 0.25
+    frequencies = int(s.head_dim * partial_rotary_factor) // 2
+    of_height = frequencies // 3
     text: dict[str, object] = {f.name: getattr(s, f.name) for f in fields(s)}
     text |= {
         "model_type": "qwen3_5_text",
@@ -193,11 +215,14 @@ def _config(s: Sizes, vocab: Tokenizer, mtp: bool) -> dict[str, object]:
         "attention_bias": False,
         "attn_output_gate": True,
         "tie_word_embeddings": False,
-        "dtype": "float32",
+        "dtype": dtype,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
+            "partial_rotary_factor": partial_rotary_factor,
+            # Frequencies that turn with time, height and width; in text the three are equal.
+            "mrope_interleaved": True,
+            "mrope_section": [frequencies - 2 * of_height, of_height, of_height],
         },
         "eos_token_id": vocab.token_to_id("<|im_end|>"),
     }
@@ -213,26 +238,31 @@ def _config(s: Sizes, vocab: Tokenizer, mtp: bool) -> dict[str, object]:
         "vision_start_token_id": vocab.token_to_id("<|vision_start|>"),
         "vision_end_token_id": vocab.token_to_id("<|vision_end|>"),
         "text_config": {**text, "mtp_num_hidden_layers": 1},
+        # MAX reads this field; transformers' default lacks it.
+        "vision_config": {"model_type": "qwen3_5_vision", "deepstack_visual_indexes": []},
     }
 
 
 def write_checkpoint(
-    folder: Path, sizes: Sizes = Sizes(), *, mtp: bool = False, seed: int = 0
+    folder: Path,
+    sizes: Sizes = Sizes(),
+    *,
+    mtp: bool = False,
+    dtype: str = "float32",
+    seed: int = 0,
 ) -> None:
     """Writes the checkpoint into `folder`, which is made if need be.
 
-    With `mtp`, the language model of a `Qwen3_5ForConditionalGeneration` with its one-layer MTP
-    head, which MAX's speculative graph reads; without, a `Qwen3_5ForCausalLM`.
+    Without `mtp`, a `Qwen3_5ForCausalLM`. With it, a `Qwen3_5ForConditionalGeneration` that has a
+    one-layer MTP head and no vision weights: MAX serves it on a GPU with
+    `--speculative-method mtp`, and our architecture serves its text model on a CPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocab = tokenizer()
     body = "model.language_model" if mtp else "model"
-    save_file(
-        _weights(sizes, vocab, body, mtp, seed),
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps(_config(sizes, vocab, mtp), indent=2))
+    _save(_weights(sizes, vocab, body, mtp, seed), folder / "model.safetensors", dtype)
+    config = _config(sizes, vocab, mtp, dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     vocab.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -249,12 +279,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny random Qwen3.5 checkpoint.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mtp", action="store_true", help="with a multi-token-prediction head")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     for f in fields(Sizes):
         parser.add_argument(f"--{f.name.replace('_', '-')}", type=int, default=f.default)
     args = parser.parse_args()
     sizes = Sizes(**{f.name: getattr(args, f.name) for f in fields(Sizes)})
-    write_checkpoint(args.folder, sizes, mtp=args.mtp, seed=args.seed)
+    write_checkpoint(args.folder, sizes, mtp=args.mtp, dtype=args.dtype, seed=args.seed)
     size = (args.folder / "model.safetensors").stat().st_size
     print(f"{args.folder}: {size / 1e6:.1f} MB of weights")
 

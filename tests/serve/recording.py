@@ -1,4 +1,4 @@
-"""Our text architecture, writing the logits of every step of `max generate`.
+"""Our architectures, writing the logits of every step of `max generate`.
 
 The file is named by GDN_GRAPH_TEST_LOGITS: float32 [steps, vocab], last token of one request.
 """
@@ -25,4 +25,8 @@ class RecordingModel(architectures.Qwen3_5Model):
         return outputs
 
 
-ARCHITECTURES = [replace(architectures.ARCHITECTURES[0], pipeline_model=RecordingModel)]
+ARCHITECTURES = [
+    replace(architecture, pipeline_model=RecordingModel)
+    for architecture in architectures.ARCHITECTURES
+    if architecture.pipeline_model is architectures.Qwen3_5Model
+]

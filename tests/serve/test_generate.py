@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy_qwen35 import Qwen35
-from serving import OPTIONS, START_SECONDS
+from serving import OPTIONS, START_SECONDS, load_example
 from transformers import AutoTokenizer
 
 COUNT = 64
@@ -16,10 +16,8 @@ COUNT = 64
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def generated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+def _generate(checkpoint: Path, file: Path) -> np.ndarray:
     """The logits [COUNT, vocab] of one `max generate`, whose greedy text was what they say."""
-    file = tmp_path_factory.mktemp("generate") / "logits.npy"
     result = subprocess.run(
         [
             *(str(Path(sys.executable).with_name("max")), "generate", "--model", str(checkpoint)),
@@ -33,9 +31,15 @@ def generated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> np.
     )
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
     logits = np.load(file)
+    assert len(logits) == COUNT
     text = AutoTokenizer.from_pretrained(checkpoint).decode(logits.argmax(-1))
     assert text in result.stdout
     return logits
+
+
+@pytest.fixture(scope="module")
+def generated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    return _generate(checkpoint, tmp_path_factory.mktemp("generate") / "logits.npy")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,6 @@ def test_greedy_tokens_and_logits_are_those_of_the_numpy_forward(
 ) -> None:
     tokens = generated.argmax(-1).tolist()
     logits = oracle.steps(prompt, tokens)
-    assert len(tokens) == COUNT
     assert logits.argmax(-1).tolist() == tokens
     assert np.abs(generated - logits).max() < TOLERANCE
 
@@ -69,6 +72,26 @@ def test_a_slightly_wrong_decay_is_seen(
     wrong.w["model.layers.1.linear_attn.A_log"] += 0.01
     logits = wrong.steps(prompt, generated.argmax(-1).tolist())
     assert np.abs(generated - logits).max() > 10 * TOLERANCE
+
+
+def _bfloat16(x: np.ndarray) -> np.ndarray:
+    """Rounded to 8 significant bits, to even at a tie."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.rint(mantissa * 256) / 256, exponent)
+
+
+@pytest.mark.slow
+def test_a_bfloat16_multimodal_checkpoint_is_served_as_text_in_float32(
+    checkpoint: Path, prompt: list[int], tmp_path: Path
+) -> None:
+    """As the published Qwen3.5 checkpoints are; its text weights are those of `checkpoint`."""
+    load_example("tiny_qwen35").write_checkpoint(tmp_path / "model", mtp=True, dtype="bfloat16")
+    generated = _generate(tmp_path / "model", tmp_path / "logits.npy")
+    rounded = Qwen35(checkpoint)
+    rounded.w = {name: _bfloat16(tensor) for name, tensor in rounded.w.items()}
+    tokens = generated.argmax(-1).tolist()
+    assert np.abs(generated - rounded.steps(prompt, tokens)).max() < TOLERANCE
+    assert np.abs(generated - Qwen35(checkpoint).steps(prompt, tokens)).max() > 10 * TOLERANCE
 
 
 @pytest.mark.slow
