@@ -49,7 +49,13 @@ CHAT_TEMPLATE = """\
 {% if message.content is string -%}
 {{ message.content }}
 {%- else -%}
-{%- for part in message.content -%}{{ part.text }}{%- endfor -%}
+{%- for part in message.content -%}
+{%- if part.type == "text" -%}
+{{ part.text }}
+{%- else -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- endif -%}
+{%- endfor -%}
 {%- endif -%}
 <|im_end|>
 {% endfor -%}

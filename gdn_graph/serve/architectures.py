@@ -102,10 +102,9 @@ class Qwen3_5Tokenizer(qwen3_5_tokenizer.Qwen3_5Tokenizer):  # type: ignore[misc
         self._text_only = _on_cpu(pipeline_config)
 
     async def new_context(self, request: TextGenerationRequest) -> Qwen3VLTextAndVisionContext:
-        context = await super().new_context(request)
-        if self._text_only and context.needs_vision_encoding:
+        if self._text_only and (request.number_of_images or request.number_of_videos):
             raise InputError("on a CPU gdn-graph serves text only: send no images and no video")
-        return context
+        return await super().new_context(request)
 
 
 class Qwen3_5Model(qwen3_5.Qwen3_5Model):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from numpy_qwen35 import Qwen35
-from serving import OPTIONS, START_SECONDS, ends, load_example
+from serving import OPTIONS, SLOTS, START_SECONDS, ends, load_example
 
 from gdn_graph.serve.server import ServeError, Server, max_serve
 
@@ -26,10 +26,13 @@ def oracle(checkpoint: Path) -> Qwen35:
 @pytest.fixture(scope="session")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "max-serve.log"
-    options = [*OPTIONS, "--max-batch-size", "8"]
+    options = [*OPTIONS, "--max-batch-size", str(SLOTS)]
     try:
-        with max_serve(checkpoint, options, log, timeout_seconds=START_SECONDS) as started:
-            yield started
+        with pytest.MonkeyPatch.context() as patch:
+            # Every batch in the log, not one in 3 s.
+            patch.setenv("MAX_SERVE_SCHEDULER_STATS_LOG_INTERVAL_S", "0")
+            with max_serve(checkpoint, options, log, timeout_seconds=START_SECONDS) as started:
+                yield started
     except ServeError as error:
         pytest.fail(f"{error}\n{_tail(log)}", pytrace=False)
     assert ends(started.process_group)

@@ -16,6 +16,7 @@ OPTIONS = (
     *("--devices", "cpu", "--quantization-encoding", "float32"),
     *("--max-length", str(MAX_LENGTH), "--reasoning-parser", "none"),
 )
+SLOTS = 8  # requests the server runs at once
 START_SECONDS = 900.0  # a cold start compiles for 3 minutes on two idle cores
 
 

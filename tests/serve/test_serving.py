@@ -1,13 +1,17 @@
 """`max serve` on the tiny checkpoint, asked through the OpenAI client."""
 
+import base64
+import io
 import random
+import re
 import string
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from numpy_qwen35 import Qwen35
 from openai import BadRequestError, OpenAI
-from serving import MAX_LENGTH
+from PIL import Image
+from serving import MAX_LENGTH, SLOTS
 from transformers import AutoTokenizer
 
 from gdn_graph.serve.server import Server
@@ -90,8 +94,13 @@ def _requests() -> list[tuple[str, int]]:
     return [*own, *((shared + text(length), 24) for length in (0, 1, 20, 40))]
 
 
-def test_twenty_concurrent_requests_answer_as_alone(client: Client, oracle: Qwen35) -> None:
-    """More requests than slots, so that slots are used again; in two orders."""
+def test_twenty_concurrent_requests_answer_as_alone(
+    client: Client, server: Server, oracle: Qwen35
+) -> None:
+    """More requests than slots, so that slots are used again; in two orders.
+
+    The log says that all slots were in use at once and that cached pages were started from.
+    """
     requests = _requests()
     alone = {request: client.complete(*request) for request in requests}
     for (prompt, _), text in alone.items():
@@ -101,6 +110,9 @@ def test_twenty_concurrent_requests_answer_as_alone(client: Client, oracle: Qwen
         with ThreadPoolExecutor(max_workers=20) as pool:
             answers = pool.map(lambda request: client.complete(*request), requests)
             assert dict(zip(requests, answers, strict=True)) == alone
+    log = server.log.read_text()
+    assert max(map(int, re.findall(r"TG batch with (\d+) reqs", log))) == SLOTS
+    assert max(map(int, re.findall(r"\((\d+) hit, \d+ miss\)", log))) >= PAGE
 
 
 def test_eight_concurrent_chats_of_different_lengths(client: Client) -> None:
@@ -123,6 +135,21 @@ def test_eight_concurrent_chats_of_different_lengths(client: Client) -> None:
 def test_request_longer_than_the_limit_is_refused(client: Client, oracle: Qwen35) -> None:
     with pytest.raises(BadRequestError, match=f"{MAX_LENGTH}"):
         client.complete("x" * (MAX_LENGTH + 1), 1)
+    assert client.is_greedy(oracle, PROMPT, client.complete(PROMPT, 8))
+
+
+def test_an_image_is_refused_on_a_cpu(client: Client, oracle: Qwen35) -> None:
+    image = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(image, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+    content = [
+        {"type": "text", "text": PROMPT},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    with pytest.raises(BadRequestError, match="serves text only"):
+        client.api.chat.completions.create(
+            model=client.model, messages=[{"role": "user", "content": content}], max_tokens=8
+        )
     assert client.is_greedy(oracle, PROMPT, client.complete(PROMPT, 8))
 
 
