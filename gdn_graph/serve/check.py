@@ -1,6 +1,7 @@
 """`gdn-graph serve-check`: does this machine serve this checkpoint on our ops, and how fast?"""
 
 import json
+import os
 import struct
 import tempfile
 import time
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 from rich.console import Console
 
 from gdn_graph.serve.server import ServeError, Server, max_serve
@@ -156,43 +157,44 @@ def serve_check(
     folder: Path,
     *,
     device: str = "cpu",
-    encoding: str = "float32",
+    encoding: str | None = None,
     max_length: int = 512,
     max_tokens: int = 64,
     timeout_seconds: float = 900.0,
 ) -> int:
     """Serves `folder`, asks it, prints what it measured; returns the exit status.
 
-    Prints one line and returns 1 when the checkpoint cannot be served.
+    Prints one line and returns 1 when the checkpoint cannot be served. The encoding is by default
+    float32 on a CPU and bfloat16 on a GPU.
     """
-    console = Console()
-    log = Path(tempfile.mkstemp(prefix="gdn-graph-serve-", suffix=".log")[1])
+    encoding = encoding or ("float32" if device == "cpu" else "bfloat16")
     options = [
         *("--devices", device, "--quantization-encoding", encoding),
         *("--max-length", str(max_length)),
         # Else MAX takes text for reasoning until </think>, and completions show none of it.
         *("--reasoning-parser", "none"),
     ]
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    descriptor, name = tempfile.mkstemp(prefix="gdn-graph-serve-", suffix=".log")
+    os.close(descriptor)
+    log = Path(name)
     try:
         check_folder(folder, device, encoding)
-        with console.status(f"starting max serve (minutes, the first time); log: {log}"):
-            with max_serve(folder, options, log, timeout_seconds=timeout_seconds) as server:
-                report = measure(server, max_tokens)
+        with (
+            console.status(f"starting max serve (minutes, the first time); its log: {log}"),
+            max_serve(folder, options, log, timeout_seconds=timeout_seconds) as server,
+        ):
+            report = measure(server, max_tokens)
     except CheckError as error:
+        console.print(f"serve-check: {error}")
         log.unlink()
-        console.print(f"serve-check: {error}", soft_wrap=True, markup=False, highlight=False)
         return 1
-    except ServeError as error:
-        console.print(
-            f"serve-check: {error} (log: {log})", soft_wrap=True, markup=False, highlight=False
-        )
+    except (ServeError, OpenAIError) as error:
+        console.print(f"serve-check: {error} (log: {log})")
         return 1
     log.unlink()
-    for label, value in (
-        ("startup", f"{report.startup_seconds:.1f} s"),
-        ("first token", f"{1e3 * report.first_token_seconds:.1f} ms"),
-        ("tokens per second", f"{report.tokens_per_second:.1f} (one request, {report.tokens})"),
-        ("greedy text", repr(report.text)),
-    ):
-        console.print(f"{label:>18}  {value}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"          startup  {report.startup_seconds:.1f} s")
+    console.print(f"      first token  {1e3 * report.first_token_seconds:.1f} ms")
+    console.print(f"tokens per second  {report.tokens_per_second:.1f} (of {report.tokens})")
+    console.print(f"      greedy text  {report.text!r}")
     return 0

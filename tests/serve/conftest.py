@@ -1,6 +1,7 @@
 """One tiny checkpoint and one server for every test here."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from numpy_qwen35 import Qwen35
 from serving import OPTIONS, SLOTS, START_SECONDS, ends, load_example
 
+from gdn_graph.serve import server as server_module
 from gdn_graph.serve.server import ServeError, Server, max_serve
 
 
@@ -36,6 +38,20 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     except ServeError as error:
         pytest.fail(f"{error}\n{_tail(log)}", pytrace=False)
     assert ends(started.process_group)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a Python script in the place of `max`."""
+
+    def put(script: str) -> None:
+        file = tmp_path / "max"
+        file.write_text(f"#!{sys.executable}\n{script}")
+        file.chmod(0o755)
+        monkeypatch.setattr(server_module, "_max_executable", lambda: str(file))
+        monkeypatch.setattr(server_module, "_STOP_SECONDS", 0.5)
+
+    return put
 
 
 @pytest.hookimpl(wrapper=True)

@@ -73,6 +73,16 @@ def test_an_unsupported_encoding_is_refused(
     assert message in capsys.readouterr().out
 
 
+def test_a_server_that_does_not_start_is_told_in_one_line(
+    stand_in: Callable[[str], None], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in("raise ValueError('the weights are made of cheese')")
+    assert serve_check(checkpoint) == 1
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"serve-check: .*made of cheese \(log: (\S+)\)\n", out)
+    Path(out.split()[-1].rstrip(")")).unlink()
+
+
 @pytest.mark.slow
 def test_a_good_folder_is_measured(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_check(checkpoint, max_length=MAX_LENGTH, max_tokens=16) == 0

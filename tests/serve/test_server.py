@@ -1,6 +1,6 @@
 """Starting and ending a server, with a small script in the place of `max`."""
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,28 +28,16 @@ raise ValueError("the weights are made of cheese")
 SILENT = "import time; time.sleep(600)"
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a Python script in the place of `max`."""
-
-    def put(script: str) -> None:
-        file = tmp_path / "max"
-        file.write_text(f"#!{sys.executable}\n{script}")
-        file.chmod(0o755)
-        monkeypatch.setattr(server, "_max_executable", lambda: str(file))
-        monkeypatch.setattr(server, "_STOP_SECONDS", 0.5)
-
-    return put
-
-
-def test_leaving_ends_every_process(stand_in, tmp_path: Path) -> None:
+def test_leaving_ends_every_process(stand_in: Callable[[str], None], tmp_path: Path) -> None:
     stand_in(STUBBORN)
     with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30) as started:
         assert len(running(started.process_group)) == 2
     assert ends(started.process_group)
 
 
-def test_an_exception_inside_ends_every_process(stand_in, tmp_path: Path) -> None:
+def test_an_exception_inside_ends_every_process(
+    stand_in: Callable[[str], None], tmp_path: Path
+) -> None:
     stand_in(STUBBORN)
     with pytest.raises(KeyboardInterrupt):
         with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30) as started:
@@ -57,14 +45,16 @@ def test_an_exception_inside_ends_every_process(stand_in, tmp_path: Path) -> Non
     assert ends(started.process_group)
 
 
-def test_a_server_that_ends_says_why(stand_in, tmp_path: Path) -> None:
+def test_a_server_that_ends_says_why(stand_in: Callable[[str], None], tmp_path: Path) -> None:
     stand_in(FAILING)
     with pytest.raises(server.ServeError, match="status 1.*the weights are made of cheese"):
         with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=30):
             pass
 
 
-def test_a_server_that_never_answers_is_given_up(stand_in, tmp_path: Path) -> None:
+def test_a_server_that_never_answers_is_given_up(
+    stand_in: Callable[[str], None], tmp_path: Path
+) -> None:
     stand_in(SILENT)
     with pytest.raises(server.ServeError, match="did not answer within 1 s"):
         with server.max_serve(tmp_path, [], tmp_path / "log", timeout_seconds=1):
