@@ -1,4 +1,4 @@
-"""`gdn-graph serve-check`: does this machine serve this checkpoint on our ops, and how fast?"""
+"""Does this machine serve this checkpoint on our ops, and how fast: `gdn-graph serve-check`."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from openai import OpenAI, OpenAIError
-from rich.console import Console
 
 from gdn_graph.serve.server import ServeError, Server, max_serve
 
@@ -33,6 +32,9 @@ _PROMPT: Final = "The quick brown fox"
 
 class CheckError(ValueError):
     """This checkpoint cannot be served as asked; the message is one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"serve-check: {message}")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def measure(server: Server, max_tokens: int) -> Report:
     client = OpenAI(base_url=server.url, api_key="none", max_retries=0)
     first, second = (_ask(client, server, max_tokens) for _ in range(2))
     if first.text != second.text:
-        raise CheckError(f"two equal requests gave {first.text!r} and then {second.text!r}")
+        raise ServeError(f"two equal requests gave {first.text!r} and then {second.text!r}")
     return second
 
 
@@ -143,7 +145,7 @@ def _ask(client: OpenAI, server: Server, max_tokens: int) -> Report:
             first_token = end if not text else first_token
             text += chunk.choices[0].text
     if not text:
-        raise CheckError(f"the server answered a request for {max_tokens} tokens with no text")
+        raise ServeError(f"the server answered a request for {max_tokens} tokens with no text")
     return Report(
         startup_seconds=server.startup_seconds,
         first_token_seconds=first_token - start,
@@ -161,40 +163,36 @@ def serve_check(
     max_length: int = 512,
     max_tokens: int = 64,
     timeout_seconds: float = 900.0,
-) -> int:
-    """Serves `folder`, asks it, prints what it measured; returns the exit status.
+) -> Report:
+    """Serves `folder` on a free loopback port, asks it, and ends the server.
 
-    Prints one line and returns 1 when the checkpoint cannot be served. The encoding is by default
-    float32 on a CPU and bfloat16 on a GPU.
+    Args:
+        folder: A Qwen3.5 checkpoint.
+        device: cpu, gpu or gpu:N.
+        encoding: MAX's name of a dtype; by default float32 on a CPU and bfloat16 on a GPU.
+        max_length: Tokens a request may take, prompt included.
+        max_tokens: Tokens to generate.
+        timeout_seconds: How long the server may take to answer.
+
+    Raises:
+        CheckError: The checkpoint cannot be served as asked; no server was started.
+        ServeError: The server did not start or did not answer; its log is kept and named.
     """
     encoding = encoding or ("float32" if device == "cpu" else "bfloat16")
+    check_folder(folder, device, encoding)
     options = [
         *("--devices", device, "--quantization-encoding", encoding),
         *("--max-length", str(max_length)),
         # Else MAX takes text for reasoning until </think>, and completions show none of it.
         *("--reasoning-parser", "none"),
     ]
-    console = Console(soft_wrap=True, markup=False, highlight=False)
     descriptor, name = tempfile.mkstemp(prefix="gdn-graph-serve-", suffix=".log")
     os.close(descriptor)
     log = Path(name)
     try:
-        check_folder(folder, device, encoding)
-        with (
-            console.status(f"starting max serve (minutes, the first time); its log: {log}"),
-            max_serve(folder, options, log, timeout_seconds=timeout_seconds) as server,
-        ):
+        with max_serve(folder, options, log, timeout_seconds=timeout_seconds) as server:
             report = measure(server, max_tokens)
-    except CheckError as error:
-        console.print(f"serve-check: {error}")
-        log.unlink()
-        return 1
     except (ServeError, OpenAIError) as error:
-        console.print(f"serve-check: {error} (log: {log})")
-        return 1
+        raise ServeError(f"serve-check: {error} (log: {log})") from error
     log.unlink()
-    console.print(f"          startup  {report.startup_seconds:.1f} s")
-    console.print(f"      first token  {1e3 * report.first_token_seconds:.1f} ms")
-    console.print(f"tokens per second  {report.tokens_per_second:.1f} (of {report.tokens})")
-    console.print(f"      greedy text  {report.text!r}")
-    return 0
+    return report

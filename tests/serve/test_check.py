@@ -3,15 +3,31 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from serving import MAX_LENGTH
+from serving import MAX_LENGTH, START_SECONDS
 
-from gdn_graph.serve.check import check_folder, serve_check
+from gdn_graph.serve.check import CheckError, check_folder, serve_check
+from gdn_graph.serve.server import ServeError
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from gdn_graph.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+    )
+
+
+def _serve_check(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return _command("serve-check", str(folder), *options)
 
 
 def _architecture(name: str) -> Callable[[Path], None]:
@@ -40,18 +56,22 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_folder_is_refused_in_one_line(
-    fault: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_folder_is_refused_in_one_line(fault: str, checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     check_folder(folder, "cpu", "float32")
     change, message = FAULTS[fault]
     change(folder)
-    assert serve_check(folder) == 1
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    assert re.search(message, out)
+    with pytest.raises(CheckError) as raised:
+        serve_check(folder)
+    assert re.fullmatch(f"serve-check: .*{message}.*", str(raised.value))
+
+
+def test_the_command_prints_the_line_and_fails(tmp_path: Path) -> None:
+    result = _serve_check(tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"gdn-graph: serve-check: there is no .*config.json.*\n", result.stderr)
 
 
 @pytest.mark.parametrize(
@@ -63,29 +83,34 @@ def test_a_bad_folder_is_refused_in_one_line(
     ],
 )
 def test_an_unsupported_encoding_is_refused(
-    device: str,
-    encoding: str,
-    message: str,
-    checkpoint: Path,
-    capsys: pytest.CaptureFixture[str],
+    device: str, encoding: str, message: str, checkpoint: Path
 ) -> None:
-    assert serve_check(checkpoint, device=device, encoding=encoding) == 1
-    assert message in capsys.readouterr().out
+    with pytest.raises(CheckError, match=message):
+        serve_check(checkpoint, device=device, encoding=encoding)
 
 
 def test_a_server_that_does_not_start_is_told_in_one_line(
-    stand_in: Callable[[str], None], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    stand_in: Callable[[str], None], checkpoint: Path
 ) -> None:
     stand_in("raise ValueError('the weights are made of cheese')")
-    assert serve_check(checkpoint) == 1
-    out = capsys.readouterr().out
-    assert re.fullmatch(r"serve-check: .*made of cheese \(log: (\S+)\)\n", out)
-    Path(out.split()[-1].rstrip(")")).unlink()
+    with pytest.raises(ServeError) as raised:
+        serve_check(checkpoint)
+    told = re.fullmatch(r"serve-check: .*made of cheese \(log: (\S+)\)", str(raised.value))
+    assert told
+    Path(told[1]).unlink()
+
+
+def test_the_spec_is_printed() -> None:
+    assert _command("serve-spec").stdout == "gdn_graph.serve\n"
 
 
 @pytest.mark.slow
-def test_a_good_folder_is_measured(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve_check(checkpoint, max_length=MAX_LENGTH, max_tokens=16) == 0
-    out = capsys.readouterr().out
-    for label in ("startup", "first token", "tokens per second", "greedy text"):
-        assert label in out
+def test_a_good_folder_is_measured(checkpoint: Path) -> None:
+    result = _serve_check(
+        checkpoint, "--json", "--max-length", str(MAX_LENGTH), "--max-tokens", "16"
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["tokens"] == len(report["text"]) == 16
+    for figure in ("startup_seconds", "first_token_seconds", "tokens_per_second"):
+        assert report[figure] > 0
