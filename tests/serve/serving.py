@@ -17,7 +17,7 @@ OPTIONS = (
     *("--max-length", str(MAX_LENGTH), "--reasoning-parser", "none"),
 )
 SLOTS = 8  # requests the server runs at once
-START_SECONDS = 900.0  # a cold start compiles for 3 minutes on two idle cores
+START_SECONDS = 1200.0  # a cold start compiles for 3 minutes on two idle cores
 
 
 def load_example(name: str) -> Any:
