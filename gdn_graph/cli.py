@@ -1,4 +1,4 @@
-"""The command line: gdn-graph demo | doctor | generate | build."""
+"""The command line: gdn-graph demo, doctor, build, generate, serve-spec, serve-check."""
 
 from __future__ import annotations
 
@@ -298,6 +298,52 @@ def build(as_json: JsonOption = False) -> None:
     else:
         how = "was built already" if cached else f"built in {seconds:.1f} s"
         print(f"{path} {how}")
+
+
+@app.command()
+def serve_spec() -> None:
+    """Print what max serve and max generate take after --custom-architectures."""
+    from .serve import SPEC
+
+    print(SPEC)
+
+
+@app.command()
+def serve_check(
+    folder: Annotated[Path, typer.Argument(help="A Qwen3.5 checkpoint.")],
+    device: Annotated[str, typer.Option(help="cpu, gpu or gpu:N.")] = "cpu",
+    encoding: Annotated[
+        str | None, typer.Option(help="By default float32 on a CPU, bfloat16 on a GPU.")
+    ] = None,
+    max_length: Annotated[int, typer.Option(help="Tokens a request may take in all.")] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds the server may take to start.")] = 900,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a checkpoint with max serve on these ops, ask it, and report how fast it answers."""
+    try:
+        from .serve.check import serve_check
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"serve-check: {error.name} is not installed; pip install 'gdn-graph[serve]'"
+        ) from None
+
+    with Console(stderr=as_json).status("max serve starts; the first time it compiles for minutes"):
+        report = serve_check(
+            folder,
+            device=device,
+            encoding=encoding,
+            max_length=max_length,
+            max_tokens=max_tokens,
+            timeout_seconds=timeout,
+        )
+    if as_json:
+        _print_json(vars(report))
+        return
+    print(f"startup            {report.startup_seconds:.1f} s")
+    print(f"first token        {_time(report.first_token_seconds)}")
+    print(f"tokens per second  {report.tokens_per_second:.1f}, over {report.tokens}")
+    print(f"greedy text        {report.text!r}")
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
