@@ -9,8 +9,9 @@ for a value of the wrong kind or dtype).
 Symbols: N tokens, B rows, L layers, K drafts, nk / nv key / value heads, KD / VD key / value head
 dim, conv_dim = 2 * nk * KD + nv * VD. Any of the dims may be symbolic on the CPU. Row b is tokens
 [input_row_offsets[b], input_row_offsets[b + 1]). An id of 0xFFFFFFFF (or -1) names no row: that row
-touches no pool or ring and its outputs are zero, as are those of tokens of no row. Aliased rows are
-legal; what they write to the row they share is unspecified.
+touches no pool or ring and its outputs are zero, as are those of tokens of no row. A 64-bit id that
+uint32 cannot hold is refused like any other id outside its pool. Aliased rows are legal; what they
+write to the row they share is unspecified.
 
 On the CPU all arithmetic is float32. Pools may be float32, bfloat16 or float16; a ring must be
 float32 for the fold to be exact.
@@ -25,6 +26,7 @@ from max.dtype import DType
 from max.graph import (
     BufferValue,
     DeviceRef,
+    Dim,
     DimLike,
     Graph,
     StaticDim,
@@ -34,10 +36,18 @@ from max.graph import (
     ops,
 )
 
-from .geometry import MAX_CONV_WIDTH, MIN_CONV_WIDTH, STATE_DTYPES, GatedDeltaGeometry
+from .geometry import (
+    MAX_CONV_WIDTH,
+    MIN_CONV_WIDTH,
+    PADDING,
+    STATE_DTYPES,
+    GatedDeltaGeometry,
+)
 from .library import kernel_library
 
 _WORK_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
+# What a 64-bit id outside uint32 becomes: no pool is so long, so the op refuses it.
+_NO_ROW = PADDING - 1
 
 
 def verify_width_operand(num_draft_tokens: DimLike) -> TensorValue:
@@ -51,8 +61,17 @@ def verify_width_operand(num_draft_tokens: DimLike) -> TensorValue:
     Returns:
         int64 [K] on the CPU.
     """
+    try:
+        dim = Dim(num_draft_tokens)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"verify_width_operand: num_draft_tokens is {num_draft_tokens!r}; need a whole number "
+            "or the name of a symbolic dim"
+        ) from error
+    if (_static(dim) or 0) < 0:
+        _fail("verify_width_operand", "num_draft_tokens", f"is {dim}", "0 or more")
     zero = ops.constant(0, DType.int64, device=DeviceRef.CPU())
-    return ops.broadcast_to(zero, [num_draft_tokens])
+    return ops.broadcast_to(zero, [dim])
 
 
 def gated_delta_conv1d_fwd(
@@ -315,6 +334,9 @@ def _conv(
     extra: list[TensorValue],
     parameters: dict[str, Any],
 ) -> TensorValue:
+    for name, value in parameters.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} is {value!r}; need True or False")
     device = _pool_device(op, "conv_state", conv_state, 3)
     qkv = _work(op, "qkv_input_ragged", qkv_input_ragged, device)
     weight = _work(op, "conv_weight", conv_weight, device)
@@ -382,7 +404,7 @@ def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDelt
         _fail(
             op,
             "recurrent_state",
-            f"has shape {recurrent_state.shape}",
+            f"has shape {_shape(recurrent_state)}",
             "[slots, value heads, key head dim, value head dim] with every head dim at least 1",
         )
     nk, rest = divmod(channels - nv * VD, 2 * KD)
@@ -392,7 +414,7 @@ def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDelt
             "qkv_conv_output",
             f"has {channels} channels",
             f"2 * key heads * {KD} + {nv} * {VD} for a whole number of key heads, as "
-            f"recurrent_state {recurrent_state.shape} has it",
+            f"recurrent_state {_shape(recurrent_state)} has it",
         )
     if nv % nk:
         _fail(
@@ -474,6 +496,12 @@ def _ids(op: str, name: str, value: TensorValueLike, rank: int, device: DeviceRe
             f"{op}: {name} has dtype {tensor.dtype.name}; need uint32 or another integer"
         )
     _require_device(op, name, tensor.device, device)
+    if tensor.dtype in (DType.int64, DType.uint64):
+        # The cast keeps the low 32 bits, which would make 2**32 + 1 row 1: name no row at all.
+        wide = ops.cast(tensor, DType.int64)
+        no_row = ops.constant(_NO_ROW, DType.int64, device=device)
+        outside = ops.logical_or(wide > PADDING, wide < -1)
+        tensor = ops.where(outside, no_row, wide)
     return tensor if tensor.dtype == DType.uint32 else ops.cast(tensor, DType.uint32)
 
 
@@ -495,7 +523,7 @@ def _tensor(op: str, name: str, value: TensorValueLike, rank: int) -> TensorValu
     except (TypeError, ValueError) as error:
         raise TypeError(f"{op}: {name} is {value!r}; need a tensor") from error
     if tensor.rank != rank:
-        _fail(op, name, f"has shape {tensor.shape}", f"rank {rank}")
+        _fail(op, name, f"has shape {_shape(tensor)}", f"rank {rank}")
     return tensor
 
 
@@ -509,7 +537,7 @@ def _pool_device(op: str, name: str, value: BufferValue, rank: int) -> DeviceRef
             f"{op}: {name} has dtype {value.dtype.name}; need float32, bfloat16 or float16"
         )
     if value.rank != rank:
-        _fail(op, name, f"has shape {value.shape}", f"rank {rank}")
+        _fail(op, name, f"has shape {_shape(value)}", f"rank {rank}")
     return value.device
 
 
@@ -523,7 +551,11 @@ def _require_dim(
 ) -> None:
     got = _static(value.shape[axis])
     if got is not None and need is not None and got != need:
-        _fail(op, name, f"has shape {value.shape}", f"{need}, {why}, as dim {axis}")
+        _fail(op, name, f"has shape {_shape(value)}", f"{need}, {why}, as dim {axis}")
+
+
+def _shape(value: TensorValue | BufferValue) -> str:
+    return f"[{', '.join(str(dim) for dim in value.shape)}]"
 
 
 def _static(dim: Any) -> int | None:
