@@ -397,16 +397,9 @@ def _recurrence_output(
 def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDeltaGeometry | None:
     """The heads that the channels and the pool agree on, or None if a dim is symbolic."""
     channels = _static(qkv.shape[1])
-    nv, KD, VD = (_static(dim) for dim in recurrent_state.shape[1:])
+    nv, KD, VD = _head_dims(op, recurrent_state)
     if channels is None or nv is None or KD is None or VD is None:
         return None
-    if min(nv, KD, VD) < 1:
-        _fail(
-            op,
-            "recurrent_state",
-            f"has shape {_shape(recurrent_state)}",
-            "[slots, value heads, key head dim, value head dim] with every head dim at least 1",
-        )
     nk, rest = divmod(channels - nv * VD, 2 * KD)
     if nk < 1 or rest:
         _fail(
@@ -424,6 +417,19 @@ def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDelt
             "a multiple of the key heads",
         )
     return GatedDeltaGeometry(nk, nv, KD, VD)
+
+
+def _head_dims(op: str, recurrent_state: BufferValue) -> list[int | None]:
+    """nv, KD and VD as far as they are static."""
+    dims = [_static(dim) for dim in recurrent_state.shape[1:]]
+    if any(dim is not None and dim < 1 for dim in dims):
+        _fail(
+            op,
+            "recurrent_state",
+            f"has shape {_shape(recurrent_state)}",
+            "[slots, value heads, key head dim, value head dim] with every head dim at least 1",
+        )
+    return dims
 
 
 def _check_ring(
@@ -446,7 +452,7 @@ def _check_ring(
 def _check_fold(
     op: str, recurrent_state: BufferValue, ring: BufferValue, width: TensorValue
 ) -> None:
-    nv, KD, VD = (_static(dim) for dim in recurrent_state.shape[1:])
+    nv, KD, VD = _head_dims(op, recurrent_state)
     nk = _static(ring.shape[1])
     heads = None
     if nv is not None and nk is not None:
