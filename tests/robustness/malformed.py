@@ -423,7 +423,7 @@ def _shapes_that_disagree() -> list[Build]:
             f"has {nk} key heads for the 6 value heads",
             "a number of key heads that divides the value heads",
         )
-    for axis, name in ((1, "value heads"), (2, "key head dim"), (3, "value head dim")):
+    for axis in (1, 2, 3):
         shape = [SLOTS, nv, KD, VD]
         shape[axis] = 0
         add(FOLD, "recurrent_state", shape, f"has shape {shape}", "every head dim at least 1")

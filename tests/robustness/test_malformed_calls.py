@@ -1,4 +1,4 @@
-"""Every malformed call of the table is refused by name, changes nothing, and spoils no later call."""
+"""Each malformed call of the table is refused by name, changes nothing, spoils no later call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from malformed import (
     PLAIN,
     POOLS,
     VERIFY,
-    Build,
     B,
+    Build,
     C,
     K,
     Make,
@@ -192,7 +192,7 @@ WILD = 2**32 - 2
 
 
 def test_what_is_not_looked_at_may_be_anything(bench):
-    """Not errors: ids of rows without tokens, ring operands at K = 0, ids of rows that do not fold."""
+    """Ids of rows without tokens or that do not fold, ring operands at K = 0: not errors."""
     for op in (CONV, PLAIN, VERIFY):
         operands = bench.copy(op)
         before = {name: operands[name].copy() for name in operands if name in POOLS}
