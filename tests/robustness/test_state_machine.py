@@ -374,7 +374,7 @@ def fuzz(ops_of: Any, examples: int, steps: int, *, same_each_time: bool) -> int
 
 
 def test_an_engine_at_random(ops_of):
-    steps = fuzz(ops_of, examples=70, steps=50, same_each_time=True)
+    steps = fuzz(ops_of, examples=90, steps=50, same_each_time=True)
     print(f"{steps:,} steps")
     assert steps >= 2000
 
