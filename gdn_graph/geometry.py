@@ -57,7 +57,8 @@ class GatedDeltaGeometry:
             "value_head_dim": self.value_head_dim,
             "ring_len": self.ring_len,
         }
-        for name, value in [*counts.items(), ("conv_width", self.conv_width)]:
+        others = {"conv_width": self.conv_width, "record_stride": self.record_stride}
+        for name, value in (counts | others).items():
             if not isinstance(value, SupportsIndex):
                 raise TypeError(f"GatedDeltaGeometry: {name} is {value!r}; need a whole number")
         for name, value in counts.items():

@@ -876,6 +876,16 @@ def makes() -> list[Make]:
     calls.append(
         Make(
             geometry,
+            "records closer than they are long",
+            of(record_stride=15),
+            "record_stride",
+            "is 15",
+            "at least 16",
+        )
+    )
+    calls.append(
+        Make(
+            geometry,
             "conv_width of '4'",
             of(conv_width="4"),
             "conv_width",

@@ -86,6 +86,15 @@ def test_a_malformed_helper_call_is_refused(call):
     assert_names(error, call)
 
 
+MODELS = {
+    CONV: "conv",
+    CONV_VERIFY: "conv_verify",
+    PLAIN: "plain",
+    VERIFY: "verify",
+    FOLD: "fold",
+}
+
+
 class Bench:
     """A good call of every op, and what it leaves."""
 
@@ -120,8 +129,7 @@ class Bench:
 
     def call(self, op: str, operands: dict[str, Any], launch: str = "forward") -> list[np.ndarray]:
         """Runs the op and returns its outputs and its pools."""
-        models = {CONV: "_conv", CONV_VERIFY: "_conv_verify", PLAIN: "_plain", VERIFY: "_verify"}
-        model = getattr(self.ops, models.get(op, "_fold"))
+        model = self.ops.models[MODELS[op]]
         inputs = {
             name: Pool(DType.float32, x.view(np.uint32)) if name in POOLS else x
             for name, x in operands.items()
