@@ -266,3 +266,22 @@ def test_c53_what_is_not_dense_is_refused_by_max(model):
     good = Call()
     good.run(model)
     assert_same_bits(larger[rows], good.inputs["state"].bits, "a dense view")
+
+
+def test_c33_c49_gates_are_float32_from_the_first_operation(session):
+    """The layer's gates of bfloat16 logits and weights: cast first, then exp and sigmoid."""
+    layer = pytest.importorskip("gdn_graph.layer")
+    types = [TensorType(bf16, shape, CPU) for shape in (["N", 3], ["N", 3], [3], [3])]
+
+    def forward(*values: Any) -> Any:
+        return layer.gates(*(value.tensor for value in values))
+
+    model = session.load(Graph("gates", forward, input_types=types))
+    a, b = np.full((2, 3), 0.25, np.float32), np.full((2, 3), 0.5, np.float32)
+    A_log, dt_bias = np.array([1.3, -0.2, 0.7], np.float32), np.array([0.1, 2.0, -1.0], np.float32)
+    pools = [Pool.of(bf16, x) for x in (a, b, A_log, dt_bias)]
+    decay, beta = run(model, *pools)
+    exact = [x.values.astype(np.float64) for x in pools]
+    softplus = np.log1p(np.exp(exact[0] + exact[3]))
+    assert np.abs(decay - np.exp(-np.exp(exact[2]) * softplus)).max() < 1e-6
+    assert np.abs(beta - 0.62245935).max() < 1e-7
