@@ -6,7 +6,7 @@ kernels/gated_delta/ring.mojo says the same of the record in Mojo; a test holds 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, SupportsIndex
 
 from max.dtype import DType
 
@@ -38,6 +38,7 @@ class GatedDeltaGeometry:
 
     Raises:
         ValueError: If a value is out of range, or nv is no multiple of nk.
+        TypeError: If a value is not a whole number.
     """
 
     num_key_heads: int
@@ -56,6 +57,10 @@ class GatedDeltaGeometry:
             "value_head_dim": self.value_head_dim,
             "ring_len": self.ring_len,
         }
+        others = {"conv_width": self.conv_width, "record_stride": self.record_stride}
+        for name, value in (counts | others).items():
+            if not isinstance(value, SupportsIndex):
+                raise TypeError(f"GatedDeltaGeometry: {name} is {value!r}; need a whole number")
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"GatedDeltaGeometry: {name} is {value}; need at least 1")

@@ -11,8 +11,9 @@ dim, conv_dim = 2 * nk * KD + nv * VD. Any of the dims may be symbolic on the CP
 compiled for KD and VD (multiples of 8 from 16 to 256), the ring length (up to 32) and the conv
 width, which must be static there. Row b is tokens
 [input_row_offsets[b], input_row_offsets[b + 1]). An id of 0xFFFFFFFF (or -1) names no row: that row
-touches no pool or ring and its outputs are zero, as are those of tokens of no row. Aliased rows are
-legal; what they write to the row they share is unspecified.
+touches no pool or ring and its outputs are zero, as are those of tokens of no row. A 64-bit id that
+uint32 cannot hold is refused like any other id outside its pool. Aliased rows are legal; what they
+write to the row they share is unspecified.
 
 The recurrence has two algorithms. "exact" goes token by token: a verify, its fold and the plain op
 agree to the bit however a row is cut into calls. "block" reads the state once for four tokens and
@@ -33,6 +34,7 @@ from max.dtype import DType
 from max.graph import (
     BufferValue,
     DeviceRef,
+    Dim,
     DimLike,
     Graph,
     StaticDim,
@@ -42,12 +44,20 @@ from max.graph import (
     ops,
 )
 
-from .geometry import MAX_CONV_WIDTH, MIN_CONV_WIDTH, STATE_DTYPES, GatedDeltaGeometry
+from .geometry import (
+    MAX_CONV_WIDTH,
+    MIN_CONV_WIDTH,
+    PADDING,
+    STATE_DTYPES,
+    GatedDeltaGeometry,
+)
 from .library import kernel_library
 
 _WORK_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 _GPU_HEAD_DIMS = (16, 256)
 _MAX_GPU_RING_LEN = 32
+# What a 64-bit id outside uint32 becomes: no pool is so long, so the op refuses it.
+_NO_ROW = PADDING - 1
 
 
 def verify_width_operand(num_draft_tokens: DimLike) -> TensorValue:
@@ -61,8 +71,17 @@ def verify_width_operand(num_draft_tokens: DimLike) -> TensorValue:
     Returns:
         int64 [K] on the CPU.
     """
+    try:
+        dim = Dim(num_draft_tokens)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"verify_width_operand: num_draft_tokens is {num_draft_tokens!r}; need a whole number "
+            "or the name of a symbolic dim"
+        ) from error
+    if (_static(dim) or 0) < 0:
+        _fail("verify_width_operand", "num_draft_tokens", f"is {dim}", "0 or more")
     zero = ops.constant(0, DType.int64, device=DeviceRef.CPU())
-    return ops.broadcast_to(zero, [num_draft_tokens])
+    return ops.broadcast_to(zero, [dim])
 
 
 def gated_delta_conv1d_fwd(
@@ -416,6 +435,9 @@ def _conv(
     extra: list[TensorValue],
     parameters: dict[str, Any],
 ) -> TensorValue:
+    for name, value in parameters.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} is {value!r}; need True or False")
     device, qkv, weight, slots, offsets = _conv_operands(
         op, qkv_input_ragged, conv_weight, conv_state, slot_idx, input_row_offsets
     )
@@ -492,16 +514,9 @@ def _recurrence_output(
 def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDeltaGeometry | None:
     """The heads that the channels and the pool agree on, or None if a dim is symbolic."""
     channels = _static(qkv.shape[1])
-    nv, KD, VD = (_static(dim) for dim in recurrent_state.shape[1:])
+    nv, KD, VD = _head_dims(op, recurrent_state)
     if channels is None or nv is None or KD is None or VD is None:
         return None
-    if min(nv, KD, VD) < 1:
-        _fail(
-            op,
-            "recurrent_state",
-            f"has shape {recurrent_state.shape}",
-            "[slots, value heads, key head dim, value head dim] with every head dim at least 1",
-        )
     nk, rest = divmod(channels - nv * VD, 2 * KD)
     if nk < 1 or rest:
         _fail(
@@ -509,7 +524,7 @@ def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDelt
             "qkv_conv_output",
             f"has {channels} channels",
             f"2 * key heads * {KD} + {nv} * {VD} for a whole number of key heads, as "
-            f"recurrent_state {recurrent_state.shape} has it",
+            f"recurrent_state {_shape(recurrent_state)} has it",
         )
     if nv % nk:
         _fail(
@@ -519,6 +534,19 @@ def _heads(op: str, qkv: TensorValue, recurrent_state: BufferValue) -> GatedDelt
             "a multiple of the key heads",
         )
     return GatedDeltaGeometry(nk, nv, KD, VD)
+
+
+def _head_dims(op: str, recurrent_state: BufferValue) -> list[int | None]:
+    """nv, KD and VD as far as they are static."""
+    dims = [_static(dim) for dim in recurrent_state.shape[1:]]
+    if any(dim is not None and dim < 1 for dim in dims):
+        _fail(
+            op,
+            "recurrent_state",
+            f"has shape {_shape(recurrent_state)}",
+            "[slots, value heads, key head dim, value head dim] with every head dim at least 1",
+        )
+    return dims
 
 
 def _check_ring(
@@ -541,7 +569,7 @@ def _check_ring(
 def _check_fold(
     op: str, recurrent_state: BufferValue, ring: BufferValue, width: TensorValue
 ) -> None:
-    nv, KD, VD = (_static(dim) for dim in recurrent_state.shape[1:])
+    nv, KD, VD = _head_dims(op, recurrent_state)
     nk = _static(ring.shape[1])
     heads = None
     if nv is not None and nk is not None:
@@ -625,6 +653,12 @@ def _ids(op: str, name: str, value: TensorValueLike, rank: int, device: DeviceRe
             f"{op}: {name} has dtype {tensor.dtype.name}; need uint32 or another integer"
         )
     _require_device(op, name, tensor.device, device)
+    if tensor.dtype in (DType.int64, DType.uint64):
+        # The cast keeps the low 32 bits, which would make 2**32 + 1 row 1: name no row at all.
+        wide = ops.cast(tensor, DType.int64)
+        no_row = ops.constant(_NO_ROW, DType.int64, device=device)
+        outside = ops.logical_or(wide > PADDING, wide < -1)
+        tensor = ops.where(outside, no_row, wide)
     return tensor if tensor.dtype == DType.uint32 else ops.cast(tensor, DType.uint32)
 
 
@@ -646,7 +680,7 @@ def _tensor(op: str, name: str, value: TensorValueLike, rank: int) -> TensorValu
     except (TypeError, ValueError) as error:
         raise TypeError(f"{op}: {name} is {value!r}; need a tensor") from error
     if tensor.rank != rank:
-        _fail(op, name, f"has shape {tensor.shape}", f"rank {rank}")
+        _fail(op, name, f"has shape {_shape(tensor)}", f"rank {rank}")
     return tensor
 
 
@@ -660,7 +694,7 @@ def _pool_device(op: str, name: str, value: BufferValue, rank: int) -> DeviceRef
             f"{op}: {name} has dtype {value.dtype.name}; need float32, bfloat16 or float16"
         )
     if value.rank != rank:
-        _fail(op, name, f"has shape {value.shape}", f"rank {rank}")
+        _fail(op, name, f"has shape {_shape(value)}", f"rank {rank}")
     return value.device
 
 
@@ -674,7 +708,11 @@ def _require_dim(
 ) -> None:
     got = _static(value.shape[axis])
     if got is not None and need is not None and got != need:
-        _fail(op, name, f"has shape {value.shape}", f"{need}, {why}, as dim {axis}")
+        _fail(op, name, f"has shape {_shape(value)}", f"{need}, {why}, as dim {axis}")
+
+
+def _shape(value: TensorValue | BufferValue) -> str:
+    return f"[{', '.join(str(dim) for dim in value.shape)}]"
 
 
 def _algorithm(op: str, algorithm: str, device: DeviceRef) -> dict[str, Any]:
@@ -712,7 +750,7 @@ def _require_compiled(
         _fail(
             op,
             name,
-            f"has shape {value.shape} on {device}",
+            f"has shape {_shape(value)} on {device}",
             f"{of}from {low} to {high}, static, as dim {axis}: GPU kernels are compiled for it",
         )
 

@@ -1,7 +1,8 @@
 """The compiled ops on NumPy arrays, and the cases they are run on.
 
-One graph an op and pool dtype, with every dim symbolic, serves every geometry. A pool of bfloat16
-is held as its bits (uint16), since NumPy has no such dtype.
+One graph an op and pool dtype serves every geometry: every dim is symbolic, and each of its own, so
+that it is the op and not MAX that sees operands disagree. A pool of bfloat16 is held as its bits
+(uint16), since NumPy has no such dtype.
 """
 
 from __future__ import annotations
@@ -103,33 +104,32 @@ class Ops:
         module = Module()
         conv = [
             tensor("N", "C"),
-            tensor("C", "width"),
-            buffer(self.dtype, "slots", "C", "history"),
+            tensor("C_weight", "width"),
+            buffer(self.dtype, "slots", "C_state", "history"),
             ids("B"),
             ids("B1"),
         ]
         recurrence = [
             tensor("N", "C"),
-            tensor("N", "nv"),
-            tensor("N", "nv"),
+            tensor("N_decay", "nv_decay"),
+            tensor("N_beta", "nv_beta"),
             buffer(self.dtype, "slots", "nv", "KD", "VD"),
         ]
         ring = buffer(self.ring_dtype, "ring_rows", "nk", "R", "stride")
-        rows = [ids("B"), ids("B1")]
-        table = [ids("L", "B"), ids("L", "B"), ids("B"), drafts()]
+        table = [ids("L", "B_rows"), ids("L_ring", "B_ring"), ids("B"), drafts()]
         add_graph(module, "conv", ops.gated_delta_conv1d_fwd, conv)
         add_graph(
             module, "conv_read_only", partial(ops.gated_delta_conv1d_fwd, write_state=False), conv
         )
-        add_graph(
-            module, "conv_verify", conv_verify, [*conv, tensor("M", "C"), ids("B1"), drafts()]
-        )
+        rollback = [tensor("M", "C_back"), ids("B1_back"), drafts()]
+        add_graph(module, "conv_verify", conv_verify, [*conv, *rollback])
+        rows = [ids("B"), ids("B1")]
         add_graph(module, "plain", ops.gated_delta_recurrence_fwd, [*recurrence, *rows])
         add_graph(
             module,
             "verify",
             ops.gated_delta_recurrence_verify_ring_fwd,
-            [*recurrence, ring, ids("B"), *rows, drafts()],
+            [*recurrence, ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
         )
         add_graph(module, "fold", ops.gated_delta_state_fold, [recurrence[3], ring, *table])
         return self.session.load_all(module, custom_extensions=[kernel_library()])

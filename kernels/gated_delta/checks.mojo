@@ -236,9 +236,6 @@ def check_offsets(op: StaticString, offsets: Ids, rows: Int, tokens: Int) raises
                 String("goes from ", begin, " to ", end, " at row ", b),
                 "offsets that never decrease",
             )
-    if rows == 0:
-        # The one offset of no rows names no token, whatever it is, but a wild one is a mistake.
-        pass
     if Int(offsets[unsafe_offset=rows]) > tokens:
         fail(
             op,
