@@ -74,7 +74,7 @@ def _identity_collectives() -> Iterator[None]:
         yield
 
 
-class Qwen3_5Config(qwen3_5.Qwen3_5Config):  # type: ignore[misc]
+class Qwen3_5Config(qwen3_5.Qwen3_5Config):
     """MAX's Qwen3.5 config, which on a CPU plans for the text model in float32."""
 
     @classmethod
@@ -94,7 +94,7 @@ class Qwen3_5Config(qwen3_5.Qwen3_5Config):  # type: ignore[misc]
         return config
 
 
-class Qwen3_5Tokenizer(qwen3_5_tokenizer.Qwen3_5Tokenizer):  # type: ignore[misc]
+class Qwen3_5Tokenizer(qwen3_5_tokenizer.Qwen3_5Tokenizer):
     """MAX's Qwen3.5 tokenizer, which on a CPU refuses requests with images or video."""
 
     def __init__(self, model_path: str, pipeline_config: PipelineConfig, **options: Any) -> None:
@@ -107,7 +107,7 @@ class Qwen3_5Tokenizer(qwen3_5_tokenizer.Qwen3_5Tokenizer):  # type: ignore[misc
         return await super().new_context(request)
 
 
-class Qwen3_5Model(qwen3_5.Qwen3_5Model):  # type: ignore[misc]
+class Qwen3_5Model(qwen3_5.Qwen3_5Model):
     """MAX's Qwen3.5 model, which runs on a CPU too."""
 
     model_config_cls = Qwen3_5Config
@@ -128,7 +128,7 @@ class Qwen3_5Model(qwen3_5.Qwen3_5Model):  # type: ignore[misc]
             return super().load_model(session)
 
 
-class UnifiedMTPQwen3_5Model(unified_mtp_qwen3_5.UnifiedMTPQwen3_5Model):  # type: ignore[misc]
+class UnifiedMTPQwen3_5Model(unified_mtp_qwen3_5.UnifiedMTPQwen3_5Model):
     """MAX's Qwen3.5 model with its MTP draft head, which MAX runs on GPUs only.
 
     Nothing is changed; the class lives here so that the model worker imports this module.
