@@ -61,10 +61,12 @@ struct Records[KD: Int, VD: Int, ring_dtype: DType](TrivialRegisterPassable):
         var record = self.first + wide(t, self.stride)
         if head.group_head == 0:
             var e = head.slice * 32 + head.lane
-            comptime if Self.H.NARROW_SPLITS * 32 <= Self.KD:
+            var more = True
+            comptime if Self.H.NARROW_SPLITS * 32 <= Self.KD:  # every lane has a first element
                 self.key(record, token, e)
                 e += head.splits * 32
-            if head.splits * 32 < UInt32(Self.KD):
+                more = head.splits * 32 < UInt32(Self.KD)
+            if more:
                 e = opaque(e)
                 while e < UInt32(Self.KD):
                     self.key(record, token, e)
