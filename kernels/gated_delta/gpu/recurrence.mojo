@@ -1,9 +1,10 @@
 """The plain recurrence and the verify.
 
-Grid (group, num_key_heads, batch_size * splits), block 32 * NARROW threads with splits =
-NARROW_SPLITS, or 32 * WIDE threads with WIDE_SPLITS (head.mojo says what these are, and why). At
-128 x 128: 64 threads and 4 blocks a head, or 256 threads and 1 block. Blocks of one key head are
-neighbours, so that its q and k come from the cache.
+Grid (group, num_key_heads, batch_size * splits), or with the extents in reverse for large heads
+(Head.launch_grid); block 32 * NARROW threads with splits = NARROW_SPLITS, or 32 * WIDE threads with
+WIDE_SPLITS (head.mojo says what these are, and why). At 128 x 128: 64 threads and 4 blocks a head,
+or 256 threads and 1 block. Blocks of one key head are neighbours, so that its q and k come from the
+cache.
 
 A block loads its columns of the state into registers, runs the row's tokens (step.mojo) and writes
 the state back, unless the row left records instead.
