@@ -33,8 +33,6 @@ from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, z
 
 comptime NO_BLOCK = "the block form has no CPU kernel"
 
-comptime NO_GPU = "the GPU kernels of this op are not built in"
-
 
 def run_conv[
     work_dtype: DType, state_dtype: DType, target: StaticString
