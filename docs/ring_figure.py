@@ -5,7 +5,6 @@
 Every number comes from the geometry of Qwen3.5-27B.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -19,7 +18,7 @@ from max.dtype import DType
 from gdn_graph.geometry import MODELS
 
 MODEL = MODELS["qwen3.5-27b"]
-GEOMETRY = replace(MODEL.geometry, stride=640)  # as MAX's cache lays it out
+GEOMETRY = MODEL.geometry
 LAYERS = MODEL.layers
 DRAFTS = GEOMETRY.ring_len - 1
 

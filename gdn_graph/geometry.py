@@ -57,7 +57,8 @@ class GatedDeltaGeometry:
             "value_head_dim": self.value_head_dim,
             "ring_len": self.ring_len,
         }
-        others = {"conv_width": self.conv_width, "record_stride": self.record_stride}
+        stride = 0 if self.stride is None else self.stride
+        others = {"conv_width": self.conv_width, "stride": stride}
         for name, value in (counts | others).items():
             if not isinstance(value, SupportsIndex):
                 raise TypeError(f"GatedDeltaGeometry: {name} is {value!r}; need a whole number")

@@ -185,7 +185,11 @@ class StateSpec:
         return graph
 
     def _pool_types(self, device: DeviceRef) -> list[BufferType]:
-        return [BufferType(dtype, shape, device) for dtype, shape in self.pools().values()]
+        # The number of rows is left open: one compiled graph serves any number of slots.
+        return [
+            BufferType(dtype, ["rows", *shape[1:]], device)
+            for dtype, shape in self.pools().values()
+        ]
 
 
 class Window:

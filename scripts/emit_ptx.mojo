@@ -1,7 +1,7 @@
 """Writes the PTX of the GPU kernels of one geometry to a folder: <kernel>_<dtype>.ptx.
 
     mojo run -I kernels -D arch=sm_90 -D KD=128 -D VD=128 -D ring_len=4 -D width=4
-        -D fwd -D verify -D fold -D conv -D block -D f32 -D bf16 -D f16 scripts/emit_ptx.mojo FOLDER
+        -D fwd -D verify -D fold -D conv -D conv_ring -D block -D f32 -D bf16 -D f16 scripts/emit_ptx.mojo FOLDER
 
 Only the kernels and pool dtypes named are compiled (scripts/emit_ptx.py chooses them). Every
 dimension that a layout could fix is left to run time: the dearest case.
@@ -15,6 +15,10 @@ from layout import TensorEngine, TileTensor, row_major
 from max.gpu.host import get_gpu_target
 
 from gated_delta.gpu.conv1d import gated_delta_conv1d_fwd_gpu
+from gated_delta.gpu.conv1d_ring import (
+    gated_delta_conv1d_fold_gpu,
+    gated_delta_conv1d_verify_ring_gpu,
+)
 from gated_delta.gpu.head import Head
 from gated_delta.gpu.recurrence import (
     gated_delta_recurrence_fwd_block_gpu,
@@ -78,6 +82,34 @@ def emit[state_dtype: DType](suffix: String) raises:
         write(
             "conv_read_" + suffix + ".ptx",
             compile_info[conv[False], emission_kind="asm", target=Target]().asm,
+        )
+    comptime if is_defined["conv_ring"]():
+        comptime conv_ring = gated_delta_conv1d_verify_ring_gpu[
+            WORK,
+            state_dtype,
+            state_dtype,
+            WIDTH,
+            128,
+            Matrix,
+            Matrix,
+            Cube,
+            Vector,
+            Vector,
+            Matrix,
+            Cube,
+            Vector,
+            Engine,
+        ]
+        write(
+            "conv_ring_" + suffix + ".ptx",
+            compile_info[conv_ring, emission_kind="asm", target=Target]().asm,
+        )
+        comptime conv_fold = gated_delta_conv1d_fold_gpu[
+            state_dtype, state_dtype, 128, Cube, Matrix, Cube, Matrix, Vector, Engine
+        ]
+        write(
+            "conv_fold_" + suffix + ".ptx",
+            compile_info[conv_fold, emission_kind="asm", target=Target]().asm,
         )
     comptime if is_defined["fwd"]():
         comptime fwd = gated_delta_recurrence_fwd_gpu[

@@ -28,11 +28,10 @@ from .cpu.conv1d_ring import conv_fold, record_inputs
 from .cpu.recurrence import recurrence
 from .cpu.state_fold import state_fold
 from .cpu.vector import fill_zero, P, untracked
+from .gpu.conv1d_ring import conv1d_fold_gpu, conv1d_verify_ring_gpu
 from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 
 comptime NO_BLOCK = "the block form has no CPU kernel"
-
-comptime NO_GPU = "the GPU kernels of this op are not built in"
 
 
 def run_conv[
@@ -456,7 +455,40 @@ struct GatedDeltaConv1dVerifyRingFwd:
                     conv_ring.dim_size(1),
                 )
         else:
-            comptime assert False, NO_GPU
+            if drafts == 0:
+                run_conv[target=target](
+                    OP,
+                    conv_output_ragged,
+                    qkv_input_ragged,
+                    conv_weight,
+                    conv_state,
+                    slot_idx,
+                    input_row_offsets,
+                    True,
+                    ctx,
+                )
+            else:
+                check_conv(
+                    OP,
+                    conv_output_ragged.shape(),
+                    qkv_input_ragged.shape(),
+                    conv_weight.shape(),
+                    conv_state.shape(),
+                    slot_idx.shape(),
+                    input_row_offsets.shape(),
+                )
+                conv1d_verify_ring_gpu(
+                    OP,
+                    conv_output_ragged,
+                    qkv_input_ragged,
+                    conv_weight,
+                    conv_state,
+                    conv_ring,
+                    slot_idx,
+                    ring_slot_idx,
+                    input_row_offsets,
+                    ctx,
+                )
 
 
 @extensibility.register("gated_delta_conv1d_fold")
@@ -528,4 +560,4 @@ struct GatedDeltaConv1dFold:
                 ring_len,
             )
         else:
-            comptime assert False, NO_GPU
+            conv1d_fold_gpu(conv_state, conv_ring, row_ids, ring_row_ids, num_accepted, ctx)

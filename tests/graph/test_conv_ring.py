@@ -100,7 +100,7 @@ class ConvRing:
             u32(accepted),
             drafts(fold_width),
         )
-        return plain.to_numpy(), verified.to_numpy()
+        return np.array(plain.to_numpy()), np.array(verified.to_numpy())
 
 
 @pytest.fixture(scope="module")

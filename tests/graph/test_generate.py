@@ -12,8 +12,10 @@ import pytest
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import ops
+from typer.testing import CliRunner, Result
 
 from gdn_graph import speculative
+from gdn_graph.cli import app
 from gdn_graph.generate import (
     ByteTokenizer,
     GatedDeltaLM,
@@ -182,3 +184,24 @@ def test_a_checkpoint_folder_gives_the_same_model(
     assert config == CONFIG
     for name, value in weights.items():
         np.testing.assert_array_equal(np.from_dlpack(loaded[name]).reshape(value.shape), value)
+
+
+def test_the_command_line(generator_of: Callable[[int], Generator]) -> None:
+    generator_of(0)  # compiled, and in MAX's cache, for any number of prompts
+
+    def generate(*options: str) -> Result:
+        return CliRunner().invoke(app, ["generate", "--prompt", "abcabc", *options])
+
+    fast = generate("--max-new-tokens", "40", "--json")
+    slow = generate("--max-new-tokens", "40", "--json", "--no-speculation")
+    assert (fast.exit_code, slow.exit_code) == (0, 0), fast.output + slow.output
+    speculated, plain = json.loads(fast.stdout), json.loads(slow.stdout)
+    assert speculated["tokens"] == plain["tokens"] and len(plain["tokens"]) == 40
+    assert plain["steps"] == 39 and plain["tokens_per_step"] == 1 == plain["acceptance_length"]
+    assert speculated["steps"] < 39
+    assert speculated["tokens_per_step"] == pytest.approx(39 / speculated["steps"])
+
+    shown = generate("--max-new-tokens", "40", "--drafts", "2")
+    assert shown.stdout == "abcabc" + plain["text"] + "\n"
+    for figure in ("acceptance length", "tokens per step", "ms per step"):
+        assert figure in " ".join(shown.stderr.split())

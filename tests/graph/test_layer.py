@@ -144,7 +144,7 @@ class Run:
             bfloat16(np.zeros((1, G.num_value_heads))),
             *pools,
         )
-        return [output.to_numpy() for output in outputs[:4]]
+        return [np.array(output.to_numpy()) for output in outputs[:4]]
 
 
 def half(recurrent: Array, conv: Array, side: int) -> tuple[Array, Array]:

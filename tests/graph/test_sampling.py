@@ -54,7 +54,7 @@ def accept(session: InferenceSession) -> Callable[..., list[tuple[Array, Array]]
             uniforms,
             q,
         )
-        values = [output.to_numpy() for output in outputs]
+        values = [np.array(output.to_numpy()) for output in outputs]
         return list(zip(values[::2], values[1::2], strict=True))
 
     return run

@@ -90,7 +90,7 @@ def main() -> None:
         graph.output(*out)
     devices = [Accelerator(0), Accelerator(1), CPU()]
     InferenceSession(devices=devices).compile(graph)
-    print("compiled")
+    print("compiled", flush=True)
 
 
 if __name__ == "__main__":
