@@ -57,8 +57,10 @@ class GatedDeltaGeometry:
             "value_head_dim": self.value_head_dim,
             "ring_len": self.ring_len,
         }
-        others = {"conv_width": self.conv_width, "record_stride": self.record_stride}
-        for name, value in (counts | others).items():
+        whole = counts | {"conv_width": self.conv_width}
+        if self.stride is not None:
+            whole["stride"] = self.stride
+        for name, value in whole.items():
             if not isinstance(value, SupportsIndex):
                 raise TypeError(f"GatedDeltaGeometry: {name} is {value!r}; need a whole number")
         for name, value in counts.items():
