@@ -18,7 +18,6 @@ from harness import (
     Pool,
     assert_same_pool,
     normal,
-    reference,
     relative_error,
     u32,
 )
@@ -26,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from max.dtype import DType
 
-from gdn_graph import GatedDeltaGeometry
+from gdn_graph import GatedDeltaGeometry, reference
 
 N, SLOTS, RING_ROWS, R = 9, 4, 3, 4
 G = GatedDeltaGeometry(2, 4, 5, 3, ring_len=R)
