@@ -1,4 +1,4 @@
-"""How a block lies on one value head, and how its tokens reach it.
+"""How a block lies on one value head.
 
 The state [KEY_HEAD_DIM, VALUE_HEAD_DIM] of a (row, value head) is cut along the value dimension: a
 warp owns COLUMNS columns and all rows of them, so warps never exchange sums and the bits do not
@@ -57,7 +57,8 @@ def halve[width: Int](x: SIMD[F32, width], up: Bool, offset: UInt32) -> SIMD[F32
 
 @always_inline
 def shuffle_within[low: Int](x: Float32, source: Int) -> Float32:
-    """x of lane `source` + (this lane modulo `low`); source is a multiple of low, low of two."""
+    """The x of lane `source` + (this lane modulo `low`); source is a multiple of low, low of two.
+    """
     comptime if is_nvidia_gpu():
         # The segment mask in the upper byte keeps the lane's low bits: no arithmetic on lanes.
         return llvm_intrinsic["llvm.nvvm.shfl.sync.idx.f32", Float32](
@@ -199,7 +200,7 @@ struct Head[KEY_HEAD_DIM: Int, VALUE_HEAD_DIM: Int](TrivialRegisterPassable):
 
     @always_inline
     def values(self, token: SharedPtr) -> Self.Results:
-        """v of the lane's result columns, from the token's words."""
+        """Loads v of the lane's result columns, from the token's words."""
         var at = self.result
         comptime if not Self.ALL_COLUMNS:  # stay inside what was copied
             at = min(at, UInt32(Self.VALUE_HEAD_DIM - Self.RESULTS) - self.block_column())

@@ -146,9 +146,9 @@ def gated_delta_recurrence_fwd_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -156,12 +156,12 @@ def gated_delta_recurrence_fwd_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),
         Ring[KEY_HEAD_DIM, VALUE_HEAD_DIM, F32, 0](
-            recurrence_output.ptr.bitcast[Float32](), slot_idx.ptr, 0, 0, 0
+            recurrence_output.ptr.unsafe_bitcast[Float32](), slot_idx.ptr, 0, 0, 0
         ),
     )
 
@@ -227,9 +227,9 @@ def gated_delta_recurrence_verify_ring_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -237,7 +237,7 @@ def gated_delta_recurrence_verify_ring_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),
@@ -304,9 +304,9 @@ def gated_delta_recurrence_fwd_block_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -314,12 +314,12 @@ def gated_delta_recurrence_fwd_block_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),
         Ring[KEY_HEAD_DIM, VALUE_HEAD_DIM, F32, 0](
-            recurrence_output.ptr.bitcast[Float32](), slot_idx.ptr, 0, 0, 0
+            recurrence_output.ptr.unsafe_bitcast[Float32](), slot_idx.ptr, 0, 0, 0
         ),
     )
 
@@ -384,9 +384,9 @@ def gated_delta_recurrence_verify_ring_block_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -394,7 +394,7 @@ def gated_delta_recurrence_verify_ring_block_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),
