@@ -199,23 +199,25 @@ def replayed(session: InferenceSession) -> Pair:
     """Two layers whose graph commits, the conv windows by gather and replay."""
     geometry = GatedDeltaGeometry(1, 2, 8, 12, ring_len=4)
     spec = StateSpec(geometry, layers=2, slots=4, conv_commit="replay")
-    stack = Stack(HIDDEN, geometry, spec.layers)
-    stack.load_state_dict(random_weights(stack, seed=0))
-
-    def forward(inputs: Sequence[Any], windows: list[Window]) -> list[TensorValue]:
-        x, num_accepted = (value.tensor for value in inputs)
-        out = stack(x, windows[0])
-        windows[0].commit(num_accepted)
-        return [out]
-
     types = [
         TensorType(DType.float32, ["tokens", HIDDEN], CPU),
         TensorType(DType.uint32, ["batch"], CPU),
     ]
-    weights = stack.state_dict()
-    return Pair(
-        *(SpeculativeStates(spec, session, forward, types, weights=weights) for _ in range(2))
-    )
+
+    def states() -> SpeculativeStates:
+        # A Module belongs to the graph it was built in.
+        stack = Stack(HIDDEN, geometry, spec.layers)
+        stack.load_state_dict(random_weights(stack, seed=0))
+
+        def forward(inputs: Sequence[Any], windows: list[Window]) -> list[TensorValue]:
+            x, num_accepted = (value.tensor for value in inputs)
+            out = stack(x, windows[0])
+            windows[0].commit(num_accepted)
+            return [out]
+
+        return SpeculativeStates(spec, session, forward, types, weights=stack.state_dict())
+
+    return Pair(states(), states())
 
 
 def test_a_replay_of_the_conv_commits_the_same(replayed: Pair) -> None:
