@@ -400,9 +400,9 @@ def test_an_engine_at_random(ops_of):
 
 @pytest.mark.slow
 def test_an_engine_at_random_for_long(ops_of):
-    steps = fuzz(ops_of, examples=1000, steps=80, same_each_time=False)
+    steps = fuzz(ops_of, examples=400, steps=80, same_each_time=False)
     print(f"{steps:,} steps")
-    assert steps >= 40_000
+    assert steps >= 10_000
 
 
 def test_a_lost_record_shows(ops_of):
