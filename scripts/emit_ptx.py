@@ -37,6 +37,7 @@ class Build:
     arch: str = "sm_90"
     kernels: tuple[str, ...] = KERNELS
     dtypes: tuple[str, ...] = ("f32", "bf16")
+    ring_dtype: str = "f32"  # or bf16
 
     def _digest(self) -> str:
         digest = hashlib.sha256(f"{compiler_version()} {asdict(self)}".encode())
@@ -72,7 +73,7 @@ class Build:
             "width": self.conv_width,
         }
         defines = [f"{name}={value}" for name, value in values.items()]
-        defines += [*self.kernels, *self.dtypes]
+        defines += [*self.kernels, *self.dtypes, f"ring_{self.ring_dtype}"]
         command = ["run", "--disable-warnings", "-I", str(source_dir().parent)]
         for define in defines:
             command += ["-D", define]
