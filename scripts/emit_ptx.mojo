@@ -1,7 +1,8 @@
 """Writes the PTX of the GPU kernels of one geometry to a folder: <kernel>_<dtype>.ptx.
 
     mojo run -I kernels -D arch=sm_90 -D KD=128 -D VD=128 -D ring_len=4 -D width=4
-        -D fwd -D verify -D fold -D conv -D conv_ring -D block -D f32 -D bf16 -D f16 scripts/emit_ptx.mojo FOLDER
+        -D fwd -D verify -D fold -D conv -D conv_ring -D block -D f32 -D bf16 -D f16
+        [-D ring_bf16] scripts/emit_ptx.mojo FOLDER
 
 Only the kernels and pool dtypes named are compiled (scripts/emit_ptx.py chooses them). Every
 dimension that a layout could fix is left to run time: the dearest case.
@@ -34,7 +35,7 @@ comptime VD = get_defined_int["VD"]()
 comptime RING_LEN = get_defined_int["ring_len"]()
 comptime WIDTH = get_defined_int["width"]()
 comptime WORK = DType.float32
-comptime RING = DType.float32
+comptime RING = DType.bfloat16 if is_defined["ring_bf16"]() else DType.float32
 comptime Vector = type_of(row_major(1))
 comptime Matrix = type_of(row_major(1, 1))
 comptime Cube = type_of(row_major(1, 1, 1))

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from emit_ptx import Build
+from emit_ptx import KERNELS, Build
 from harness import Array, Pool, u32
 from ptxsim import Buffer, Kernel, Stats, TileTensor
 
@@ -37,6 +37,7 @@ class Simulated:
     dtype: str = "f32"
     algorithm: str = "exact"
     wide: bool = False
+    ring_dtype: str = "f32"
     stats: Stats | None = field(default=None, init=False)  # of the last launch
 
     @cached_property
@@ -49,6 +50,8 @@ class Simulated:
             g.ring_len,
             g.conv_width,
             dtypes=dtypes,
+            ring_dtype=self.ring_dtype,
+            kernels=KERNELS if self.ring_dtype == "f32" else ("fwd", "verify", "fold"),
         )
 
     @cached_property
@@ -72,7 +75,7 @@ class Simulated:
         self.__dict__["loaded"][name] = Kernel.from_ptx(ptx)
 
     def pool(self, pool: Pool, name: str, *, readonly: bool = False) -> TileTensor:
-        poison = pool.bits == POISON[self.dtype if name != "ring" else "f32"]
+        poison = pool.bits == POISON[self.ring_dtype if name == "ring" else self.dtype]
         return vector(pool.bits, name, readonly=readonly, poison=poison)
 
     def launch(self, name: str, grid: Sequence[int], threads: int, args: Sequence[Any]) -> None:

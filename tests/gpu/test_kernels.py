@@ -310,3 +310,24 @@ def test_float16_pools():
         *case.gates, numbers(case.state, "f16"), case.slots, case.offsets
     )
     assert relative_error(out, true) <= TOLERANCE
+
+
+def test_a_bfloat16_ring_rounds_each_record_once():
+    """Outputs do not pass through the ring; the fold does, and is near the plain op, not equal."""
+    ops = Simulated(GEOMETRIES["32x24"], "f32", ring_dtype="bf16")
+    case = Case(ops.geometry, [6, 3], seed=10)
+    state, verified = case.state.copy(), case.state.copy()
+    ring, exact_ring = case.new_ring(DTYPES["bf16"]), case.new_ring()
+    plain = ops.plain(*case.gates, state, case.slots, case.offsets)
+    rows = case.slots, case.ring_slots, case.offsets
+    out = ops.verify(*case.gates, verified, ring, *rows, 5)
+    assert_same_bits(out, plain, "verify output against plain")
+    simulated(ops.geometry, "f32").verify(*case.gates, case.state.copy(), exact_ring, *rows, 5)
+    written = exact_ring.bits != POISON["f32"]
+    want = case.new_ring(DTYPES["bf16"])
+    want.bits[written] = Pool.of(DTYPES["bf16"], exact_ring.values).bits[written]
+    assert_same_pool(ring, want, "the float32 ring, rounded")
+    ops.fold(verified, ring, case.slots[None], case.ring_slots[None], case.lengths, 5)
+    assert verified != state
+    owned = case.owned
+    assert relative_error(verified.values[owned], state.values[owned].astype(np.float64)) <= 2e-2
