@@ -404,6 +404,15 @@ def gated_delta_conv1d_fold(
     width = _verify_width(op, verify_width)
     if _static(width.shape[0]) != 0:
         _check_tables(op, rows, ring_rows, accepted)
+        history = _static(conv_state.shape[2])
+        if history is not None and not MIN_CONV_WIDTH <= history + 1 <= MAX_CONV_WIDTH:
+            _fail(
+                op,
+                "conv_state",
+                f"has shape {_shape(conv_state)}",
+                "[rows, conv_dim, width - 1] for a conv width of "
+                f"{MIN_CONV_WIDTH} to {MAX_CONV_WIDTH}",
+            )
         _check_conv_ring(op, conv_ring, _static(conv_state.shape[1]), width)
     _add(op, device, [conv_state, conv_ring, rows, ring_rows, accepted, width], None)
 

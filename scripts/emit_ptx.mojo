@@ -54,6 +54,7 @@ def launch_geometry[state_dtype: DType](suffix: String) -> String:
     var members = String()
     members += String('"narrow_threads": ', 32 * H.NARROW, ', "narrow_splits": ', H.NARROW_SPLITS)
     members += String(', "wide_threads": ', 32 * H.WIDE, ', "wide_splits": ', H.WIDE_SPLITS)
+    members += String(', "rows_first": ', Int(H.ROWS_FIRST))
     members += String(', "fold_threads": ', F.THREADS, ', "fold_parts": ', F.PARTS)
     return String('"', suffix, '": {', members, "}")
 

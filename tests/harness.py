@@ -132,6 +132,14 @@ class Ops:
             [*recurrence, ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
         )
         add_graph(module, "fold", ops.gated_delta_state_fold, [recurrence[3], ring, *table])
+        conv_ring = buffer(self.dtype, "ring_rows", "R", "C_ring")
+        add_graph(
+            module,
+            "conv_verify_ring",
+            ops.gated_delta_conv1d_verify_ring_fwd,
+            [*conv[:3], conv_ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
+        )
+        add_graph(module, "conv_fold", ops.gated_delta_conv1d_fold, [conv[2], conv_ring, *table])
         return self.session.load_all(module, custom_extensions=[kernel_library()])
 
     def conv(
@@ -170,6 +178,27 @@ class Ops:
             np.zeros(k, np.int64),
         )
         return forward, rollback
+
+    def conv_verify_ring(
+        self,
+        x: Array,
+        weight: Array,
+        state: Pool,
+        ring: Pool,
+        slots: Any,
+        ring_slots: Any,
+        offsets: Any,
+        k: int,
+    ) -> Array:
+        model = self.models["conv_verify_ring"]
+        rows = (u32(slots), u32(ring_slots), u32(offsets), np.zeros(k, np.int64))
+        return run(model, x, weight, state, ring, *rows)[0]
+
+    def conv_fold(
+        self, state: Pool, ring: Pool, row_ids: Any, ring_row_ids: Any, accepted: Any, k: int
+    ) -> None:
+        table = (u32(row_ids), u32(ring_row_ids), u32(accepted), np.zeros(k, np.int64))
+        run(self.models["conv_fold"], state, ring, *table)
 
     def plain(
         self, qkv: Array, decay: Array, beta: Array, state: Pool, slots: Any, offsets: Any

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness import DTYPES, GEOMETRIES, Case, assert_same_bits, normal, reference, relative_error
+from harness import DTYPES, GEOMETRIES, Case, assert_same_bits, normal, relative_error
+
+from gdn_graph import reference
 
 STATE_BOUND = {"f32": 1e-5, "bf16": 1e-2, "f16": 2e-3}
 OUTPUT_BOUND = 2e-5

@@ -20,7 +20,6 @@ from harness import (
     ids,
     normal,
     offsets_of,
-    reference,
     relative_error,
     run,
     tensor,
@@ -29,7 +28,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Dim, Graph, Module, TensorType
 from max.graph import ops as mops
 
-from gdn_graph import GatedDeltaGeometry, ops, overlay
+from gdn_graph import GatedDeltaGeometry, ops, overlay, reference
 
 state_space = pytest.importorskip("max.nn.state_space")
 rollback = pytest.importorskip("max.pipelines.architectures.unified_mtp_qwen3_5.state_rollback")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from harness import PADDING, Case, assert_same_bits, assert_same_pool, reference, relative_error
+from harness import PADDING, Case, assert_same_bits, assert_same_pool, relative_error
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gdn_graph import GatedDeltaGeometry
+from gdn_graph import GatedDeltaGeometry, reference
 
 
 @st.composite

@@ -134,6 +134,8 @@ class Simulated:
         size = "wide" if self.wide else "narrow"
         splits = self.launch_geometry[f"{size}_splits"]
         grid = (self.geometry.group, self.geometry.num_key_heads, rows * splits)
+        if self.launch_geometry["rows_first"]:
+            grid = grid[::-1]
         return grid, self.launch_geometry[f"{size}_threads"]
 
     def plain(

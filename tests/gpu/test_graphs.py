@@ -44,7 +44,7 @@ def types(geometry: GatedDeltaGeometry) -> dict[str, TensorType | BufferType]:
     }
 
 
-def verify_cycle(operands: dict[str, TensorType | BufferType]) -> Graph:
+def verify_cycle(operands: dict[str, TensorType | BufferType], algorithm: str = "exact") -> Graph:
     """Conv, SiLU, verify, conv rollback and fold in one graph."""
     from max.graph import ops as graph_ops
 
@@ -65,6 +65,7 @@ def verify_cycle(operands: dict[str, TensorType | BufferType]) -> Graph:
             v["ring_slots"],
             v["offsets"],
             v["width"],
+            algorithm=algorithm,
         )
         ops.gated_delta_state_fold(
             v["state"], v["ring"], v["row_ids"], v["ring_row_ids"], v["accepted"], v["width"]
@@ -85,34 +86,58 @@ set_virtual_device_count(1)
 from max.driver import CPU, Accelerator
 from max.engine import InferenceSession
 from test_graphs import GEOMETRY, types, verify_cycle
-InferenceSession(devices=[Accelerator(), CPU()]).compile(verify_cycle(types(GEOMETRY)))
+graph = verify_cycle(types(GEOMETRY), sys.argv[3])
+InferenceSession(devices=[Accelerator(), CPU()]).compile(graph)
 print("compiled")
 """
 
 
-def compile_for(api: str, arch: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def compile_for(api: str, arch: str, algorithm: str) -> subprocess.CompletedProcess[str]:
     paths = [str(ROOT), str(ROOT / "tests" / "gpu"), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
-        [sys.executable, "-c", COMPILE, api, arch],
+        [sys.executable, "-c", COMPILE, api, arch, algorithm],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 
 
 @pytest.mark.parametrize(
-    ("api", "arch"),
+    ("api", "arch", "algorithm"),
     [
-        ("cuda", "sm_90a"),
-        pytest.param("cuda", "sm_80", marks=pytest.mark.slow),
-        pytest.param("cuda", "sm_100a", marks=pytest.mark.slow),
-        ("hip", "gfx942"),
+        ("cuda", "sm_90a", "exact"),
+        *(
+            pytest.param(api, arch, algorithm, marks=pytest.mark.slow)
+            for api, arch, algorithm in [
+                ("cuda", "sm_80", "exact"),
+                ("cuda", "sm_100a", "exact"),
+                ("hip", "gfx942", "exact"),
+                ("cuda", "sm_90a", "block"),
+                ("hip", "gfx942", "block"),
+            ]
+        ),
     ],
 )
-def test_a_verify_cycle_compiles(api, arch):
-    done = compile_for(api, arch)
+def test_a_verify_cycle_compiles(api, arch, algorithm):
+    done = compile_for(api, arch, algorithm)
     assert done.stdout.strip().endswith("compiled"), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "device", "message"),
+    [
+        ("blocks", GPU, """algorithm is 'blocks'; need "exact" or "block\""""),
+        ("block", DeviceRef.CPU(), 'algorithm is "block" on cpu.*; need "exact"'),
+    ],
+)
+def test_an_algorithm_that_is_not_there_is_refused(algorithm, device, message):
+    operands = types(GEOMETRY)
+    for name, kind in operands.items():
+        place = DeviceRef.CPU() if name == "width" else device
+        operands[name] = type(kind)(kind.dtype, kind.shape, place)
+    with pytest.raises(ValueError, match=message):
+        verify_cycle(operands, algorithm)
 
 
 @pytest.mark.parametrize(

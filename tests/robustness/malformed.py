@@ -29,7 +29,9 @@ CONV_VERIFY = "gated_delta_conv1d_verify_fwd"
 PLAIN = "gated_delta_recurrence_fwd"
 VERIFY = "gated_delta_recurrence_verify_ring_fwd"
 FOLD = "gated_delta_state_fold"
-OPS = (CONV, CONV_VERIFY, PLAIN, VERIFY, FOLD)
+CONV_RING = "gated_delta_conv1d_verify_ring_fwd"
+CONV_FOLD = "gated_delta_conv1d_fold"
+OPS = (CONV, CONV_VERIFY, PLAIN, VERIFY, FOLD, CONV_RING, CONV_FOLD)
 
 f32, f16, bf16, f64 = DType.float32, DType.float16, DType.bfloat16, DType.float64
 u32, i32, i64, u8, boolean = DType.uint32, DType.int32, DType.int64, DType.uint8, DType.bool
@@ -48,30 +50,43 @@ _CONV = {
     **_ROWS,
 }
 _RING = {"ring": (f32, [RING_ROWS, 2, 4, RECORD])}
+_RING_ROWS = {
+    "slot_idx": (u32, [B]),
+    "ring_slot_idx": (u32, [B]),
+    "input_row_offsets": (u32, [B + 1]),
+}
+_CONV_RING = {"conv_ring": (f32, [RING_ROWS, 4, C])}
+_TABLES = {
+    "row_ids": (u32, [LAYERS, B]),
+    "ring_row_ids": (u32, [LAYERS, B]),
+    "num_accepted": (u32, [B]),
+}
 _WIDTH = {"verify_width": (i64, [K])}
 # Operand -> (dtype, shape) of a good call, in the order of the signature.
 GOOD: dict[str, dict[str, tuple[DType, Any]]] = {
     CONV: _CONV,
     CONV_VERIFY: {**_CONV, **_WIDTH},
     PLAIN: {**_GATES, **_ROWS},
-    VERIFY: {
-        **_GATES,
-        **_RING,
-        "slot_idx": (u32, [B]),
-        "ring_slot_idx": (u32, [B]),
-        "input_row_offsets": (u32, [B + 1]),
-        **_WIDTH,
-    },
+    VERIFY: {**_GATES, **_RING, **_RING_ROWS, **_WIDTH},
     FOLD: {
         "recurrent_state": (f32, GEOMETRY.recurrent_state_shape(SLOTS)),
         **_RING,
-        "row_ids": (u32, [LAYERS, B]),
-        "ring_row_ids": (u32, [LAYERS, B]),
-        "num_accepted": (u32, [B]),
+        **_TABLES,
         **_WIDTH,
     },
+    CONV_RING: {
+        **{name: _CONV[name] for name in ("qkv_input_ragged", "conv_weight", "conv_state")},
+        **_CONV_RING,
+        **_RING_ROWS,
+        **_WIDTH,
+    },
+    CONV_FOLD: {"conv_state": _CONV["conv_state"], **_CONV_RING, **_TABLES, **_WIDTH},
 }
-POOLS = ("conv_state", "recurrent_state", "ring")
+POOLS = ("conv_state", "recurrent_state", "ring", "conv_ring")
+# The ops over ragged rows, those with a ring, and those over tables of all layers.
+ROW_OPS = (CONV, CONV_VERIFY, PLAIN, VERIFY, CONV_RING)
+RING_OPS = {VERIFY: "ring", FOLD: "ring", CONV_RING: "conv_ring", CONV_FOLD: "conv_ring"}
+TABLE_OPS = {FOLD: "recurrent_state", CONV_FOLD: "conv_state"}
 IDS = ("slot_idx", "ring_slot_idx", "input_row_offsets", "row_ids", "ring_row_ids", "num_accepted")
 
 
@@ -135,7 +150,7 @@ def builds() -> list[Build]:
                 calls += _of_the_width(op)
             else:
                 calls += _of_a_tensor(op, name)
-    return calls + _shapes_that_disagree()
+    return calls + _shapes_that_disagree() + _on_a_gpu()
 
 
 def _of_any_operand(op: str, name: str) -> list[Build]:
@@ -275,7 +290,7 @@ def _shapes_that_disagree() -> list[Build]:
             )
         )
 
-    for op in (CONV, CONV_VERIFY):
+    for op in (CONV, CONV_VERIFY, CONV_RING):
         add(op, "conv_weight", [C - 1, 4], f"has shape [{C - 1}, 4]", f"{C}, the channels")
         add(op, "conv_weight", [4, C], f"has shape [4, {C}]", f"{C}, the channels")
         add(op, "conv_weight", [C, 1], "has width 1", "a conv width of 2 to 8")
@@ -308,7 +323,7 @@ def _shapes_that_disagree() -> list[Build]:
             f"{C - 1}, the channels",
             "conv_weight",
         )
-        flag = "write_state" if op == CONV else "rollback"
+    for op, flag in ((CONV, "write_state"), (CONV_VERIFY, "rollback")):
         calls.extend(
             Build(
                 op,
@@ -322,7 +337,7 @@ def _shapes_that_disagree() -> list[Build]:
             )
             for value in (1, "yes", None)
         )
-    for op in (CONV, CONV_VERIFY, PLAIN, VERIFY):
+    for op in ROW_OPS:
         for length in (0, B, B + 2):
             add(
                 op,
@@ -341,6 +356,18 @@ def _shapes_that_disagree() -> list[Build]:
         )
     nv, KD, VD = VALUE_HEADS, 4, 3
     for op in (PLAIN, VERIFY):
+        calls += [
+            Build(
+                op,
+                f"algorithm {value!r}",
+                {},
+                "algorithm",
+                f"is {quoted}",
+                "exact",
+                options={"algorithm": value},
+            )
+            for value, quoted in (("fast", "'fast'"), ("block", '"block" on cpu:0'), (None, "None"))
+        ]
         for gate in ("decay_per_token", "beta_per_token"):
             add(op, gate, [N + 1, nv], f"has shape [{N + 1}, {nv}]", f"{N}, the tokens")
             add(op, gate, [N, nv - 1], f"has shape [{N}, {nv - 1}]", f"{nv}, the value heads")
@@ -405,7 +432,6 @@ def _shapes_that_disagree() -> list[Build]:
             "has record stride 4",
             f"at least {RECORD} = key head dim",
         )
-        add(op, "verify_width", [4], "has length 4", "= 5", "ring")
     add(
         VERIFY,
         "ring",
@@ -413,8 +439,18 @@ def _shapes_that_disagree() -> list[Build]:
         f"has shape [{RING_ROWS}, 3, 4, {RECORD}]",
         "2, the key heads",
     )
-    add(VERIFY, "ring_slot_idx", [B + 1], f"has shape [{B + 1}]", f"{B}, the rows of slot_idx")
-    add(VERIFY, "ring_slot_idx", [0], "has shape [0]", f"{B}, the rows of slot_idx")
+    for op, ring in RING_OPS.items():
+        add(op, "verify_width", [4], "has length 4", "= 5", ring)
+    for op in (CONV_RING, CONV_FOLD):
+        for shape in ([RING_ROWS, 4, C - 1], [RING_ROWS, C, 4]):
+            add(op, "conv_ring", shape, f"has shape {shape}", f"{C}, the channels of the conv")
+        add(op, "conv_ring", [RING_ROWS, K, C], f"has length {K}", "at least verify_width")
+    for history in (0, 8):
+        shape = [SLOTS, C, history]
+        add(CONV_FOLD, "conv_state", shape, f"has shape {shape}", "a conv width of 2 to 8")
+    for op in (VERIFY, CONV_RING):
+        add(op, "ring_slot_idx", [B + 1], f"has shape [{B + 1}]", f"{B}, the rows of slot_idx")
+        add(op, "ring_slot_idx", [0], "has shape [0]", f"{B}, the rows of slot_idx")
     for nk in (0, 4, 12):
         add(
             FOLD,
@@ -427,38 +463,62 @@ def _shapes_that_disagree() -> list[Build]:
         shape = [SLOTS, nv, KD, VD]
         shape[axis] = 0
         add(FOLD, "recurrent_state", shape, f"has shape {shape}", "every head dim at least 1")
-    add(
-        FOLD,
-        "row_ids",
-        [LAYERS, B + 1],
-        f"has shape [{LAYERS}, {B + 1}]",
-        f"{B}, the rows of num_accepted",
-    )
-    add(
-        FOLD,
-        "row_ids",
-        [LAYERS + 1, B],
-        f"has shape [{LAYERS}, {B}]",
-        f"{LAYERS + 1}, the layers of row_ids",
-        "ring_row_ids",
-    )
-    add(
-        FOLD,
-        "ring_row_ids",
-        [LAYERS, B - 1],
-        f"has shape [{LAYERS}, {B - 1}]",
-        f"{B}, the rows of num_accepted",
-    )
-    add(FOLD, "ring_row_ids", [1, B], f"has shape [1, {B}]", f"{LAYERS}, the layers")
-    add(
-        FOLD,
-        "num_accepted",
-        [B + 1],
-        f"has shape [{LAYERS}, {B}]",
-        f"{B + 1}, the rows of num_accepted",
-        "row_ids",
-    )
-    add(FOLD, "num_accepted", [0], f"has shape [{LAYERS}, {B}]", "0, the rows", "row_ids")
+    for op in TABLE_OPS:
+        add(
+            op,
+            "row_ids",
+            [LAYERS, B + 1],
+            f"has shape [{LAYERS}, {B + 1}]",
+            f"{B}, the rows of num_accepted",
+        )
+        add(
+            op,
+            "row_ids",
+            [LAYERS + 1, B],
+            f"has shape [{LAYERS}, {B}]",
+            f"{LAYERS + 1}, the layers of row_ids",
+            "ring_row_ids",
+        )
+        add(
+            op,
+            "ring_row_ids",
+            [LAYERS, B - 1],
+            f"has shape [{LAYERS}, {B - 1}]",
+            f"{B}, the rows of num_accepted",
+        )
+        add(op, "ring_row_ids", [1, B], f"has shape [1, {B}]", f"{LAYERS}, the layers")
+        add(
+            op,
+            "num_accepted",
+            [B + 1],
+            f"has shape [{LAYERS}, {B}]",
+            f"{B + 1}, the rows of num_accepted",
+            "row_ids",
+        )
+        add(op, "num_accepted", [0], f"has shape [{LAYERS}, {B}]", "0, the rows", "row_ids")
+    return calls
+
+
+def _on_a_gpu() -> list[Build]:
+    """GPU kernels are compiled for some dims, which have to be static and in their range."""
+    gpu = DeviceRef.GPU()
+    calls: list[Build] = []
+
+    def add(op: str, operand: str, shape: Any, need: str) -> None:
+        change: dict[str, Any] = {
+            name: good_type(op, name, device=gpu) for name in GOOD[op] if name != "verify_width"
+        }
+        got = f"[{', '.join(map(str, shape))}]"
+        change[operand] = good_type(op, operand, shape=shape, device=gpu)
+        what = f"{operand} of shape {got} on a GPU"
+        calls.append(Build(op, what, change, operand, f"has shape {got} on gpu:0", need))
+
+    heads = "a multiple of 8 from 16 to 256, static"
+    for op in (PLAIN, VERIFY, FOLD):
+        for KD, VD in ((12, 16), (8, 16), (264, 16), ("KD", 16), (16, 20), (16, "VD")):
+            add(op, "recurrent_state", [SLOTS, "nv", KD, VD], heads)
+    for op in (CONV, CONV_VERIFY):
+        add(op, "conv_weight", [C, "width"], "from 2 to 8, static")
     return calls
 
 
@@ -494,7 +554,7 @@ def runs() -> list[Run]:
     def add(op: str, what: str, change: dict[str, Any], argument: str, got: str, need: str) -> None:
         calls.append(Run(op, what, change, argument, got, need))
 
-    for op in (CONV, CONV_VERIFY, PLAIN, VERIFY):
+    for op in ROW_OPS:
         name, decrease = "input_row_offsets", "offsets that never decrease"
         for what, offsets, got in (
             ("offsets that decrease at row 0", (3, 2, 5), "goes from 3 to 2 at row 0"),
@@ -550,7 +610,7 @@ def runs() -> list[Run]:
                 f"names row {id} at row {row} of the batch",
                 f"an id below {SLOTS}",
             )
-        pool = "conv_state" if op in (CONV, CONV_VERIFY) else "recurrent_state"
+        pool = "conv_state" if "conv_state" in GOOD[op] else "recurrent_state"
         shape = list(GOOD[op][pool][1])
         add(
             op,
@@ -560,7 +620,7 @@ def runs() -> list[Run]:
             "names row",
             "an id below 0",
         )
-    for op in (CONV, CONV_VERIFY):
+    for op in (CONV, CONV_VERIFY, CONV_RING):
         for what, operand, shape, argument, got, need in (
             (
                 "weights of a channel fewer",
@@ -605,16 +665,18 @@ def runs() -> list[Run]:
                 f"has shape ({SLOTS}, 3, {C})",
                 f"({SLOTS}, {C}, 3)",
             ),
-            (
-                "an input of a channel fewer",
-                "qkv_input_ragged",
-                [N, C - 1],
-                "conv_weight",
-                f"has shape ({C}, 4)",
-                f"({C - 1}, 4)",
-            ),
         ):
             add(op, what, {operand: _shaped(*shape)}, argument, got, need)
+        # The op with a ring holds its input to that first.
+        argument, shape = ("conv_ring", "(3, 4, ") if op == CONV_RING else ("conv_weight", "(")
+        add(
+            op,
+            "an input of a channel fewer",
+            {"qkv_input_ragged": _shaped(N, C - 1)},
+            argument,
+            f"has shape {shape}{C}",
+            f"{shape}{C - 1}",
+        )
     nv, KD, VD = VALUE_HEADS, 4, 3
     for op in (PLAIN, VERIFY):
         for gate in ("decay_per_token", "beta_per_token"):
@@ -665,16 +727,17 @@ def runs() -> list[Run]:
             )
     too_wide = {"verify_width": lambda _: np.zeros(4, np.int64)}
     far_too_wide = {"verify_width": lambda _: np.zeros(1000, np.int64)}
-    for op in (VERIFY, FOLD):
+    for op, ring in RING_OPS.items():
         add(
             op,
             "as many drafts as the ring is long",
             too_wide,
-            "ring",
+            ring,
             "has length 4",
             "at least verify_width + 1 = 5",
         )
-        add(op, "a thousand drafts", far_too_wide, "ring", "has length 4", "= 1001")
+        add(op, "a thousand drafts", far_too_wide, ring, "has length 4", "= 1001")
+    for op in (VERIFY, FOLD):
         for what, shape, got, need in (
             ("a ring one record short", [RING_ROWS, 2, K, RECORD], "has length 3", "= 4"),
             ("a ring without records", [RING_ROWS, 2, 0, RECORD], "has length 0", "= 4"),
@@ -701,32 +764,61 @@ def runs() -> list[Run]:
             f"has shape ({RING_ROWS}, {nk}, 4, {RECORD})",
             f"({RING_ROWS}, 2, 4, {RECORD})",
         )
-    for length in (0, 1, 3):
+    for op in (VERIFY, CONV_RING):
+        for length in (0, 1, 3):
+            add(
+                op,
+                f"{length} ring slots",
+                {"ring_slot_idx": _value(*[0] * length)},
+                "ring_slot_idx",
+                f"has shape ({length}",
+                "(2",
+            )
+        for row, id in ((0, RING_ROWS), (1, RING_ROWS), (0, 2**31), (1, 2**32 - 2)):
+            add(
+                op,
+                f"ring slot {id} at row {row}",
+                {"ring_slot_idx": _with(row, id)},
+                "ring_slot_idx",
+                f"names row {id} at row {row} of the batch",
+                f"an id below {RING_ROWS}",
+            )
         add(
-            VERIFY,
-            f"{length} ring slots",
-            {"ring_slot_idx": _value(*[0] * length)},
+            op,
+            "a ring without rows",
+            {RING_OPS[op]: _shaped(0, *GOOD[op][RING_OPS[op]][1][1:])},
             "ring_slot_idx",
-            f"has shape ({length}",
-            "(2",
+            "names row",
+            "an id below 0",
         )
-    for row, id in ((0, RING_ROWS), (1, RING_ROWS), (0, 2**31), (1, 2**32 - 2)):
+    for op in (CONV_RING, CONV_FOLD):
+        for shape, got, need in (
+            (
+                [RING_ROWS, 4, C - 1],
+                f"has shape ({RING_ROWS}, 4, {C - 1})",
+                f"({RING_ROWS}, 4, {C})",
+            ),
+            ([RING_ROWS, C, 4], f"has shape ({RING_ROWS}, {C}, 4)", f"({RING_ROWS}, {C}, {C})"),
+            ([RING_ROWS, K, C], "has length 3", "at least verify_width + 1 = 4"),
+            ([RING_ROWS, 0, C], "has length 0", "at least verify_width + 1 = 4"),
+        ):
+            add(
+                op,
+                f"a ring of shape {shape}",
+                {"conv_ring": _shaped(*shape)},
+                "conv_ring",
+                got,
+                need,
+            )
+    for history in (0, 8):
         add(
-            VERIFY,
-            f"ring slot {id} at row {row}",
-            {"ring_slot_idx": _with(row, id)},
-            "ring_slot_idx",
-            f"names row {id} at row {row} of the batch",
-            f"an id below {RING_ROWS}",
+            CONV_FOLD,
+            f"a window of {history} inputs",
+            {"conv_state": _shaped(SLOTS, C, history)},
+            "conv_state",
+            f"has shape ({SLOTS}, {C}, {history})",
+            "a conv width of 2 to 8",
         )
-    add(
-        VERIFY,
-        "a ring without rows",
-        {"ring": _shaped(0, 2, 4, RECORD)},
-        "ring_slot_idx",
-        "names row",
-        "an id below 0",
-    )
     for nk in (0, 4, 12):
         add(
             FOLD,
@@ -747,56 +839,65 @@ def runs() -> list[Run]:
             f"has shape ({', '.join(map(str, shape))})",
             "every head dim at least 1",
         )
-    for operand, pool_rows in (("row_ids", SLOTS), ("ring_row_ids", RING_ROWS)):
-        for at, id in (
-            ((0, 0), pool_rows),
-            ((0, 1), 2**31),
-            ((1, 0), 2**32 - 2),
-            ((1, 1), pool_rows),
+    for op, pool in TABLE_OPS.items():
+        ring = RING_OPS[op]
+        for operand, pool_rows in (("row_ids", SLOTS), ("ring_row_ids", RING_ROWS)):
+            for at, id in (
+                ((0, 0), pool_rows),
+                ((0, 1), 2**31),
+                ((1, 0), 2**32 - 2),
+                ((1, 1), pool_rows),
+            ):
+                add(
+                    op,
+                    f"{operand} {id} at layer {at[0]}, row {at[1]}",
+                    {operand: _with(at, id)},
+                    operand,
+                    f"names row {id} at row {at[1]} of the batch",
+                    f"an id below {pool_rows}",
+                )
+        for what, operand, shape, argument in (
+            ("row ids of a row fewer", "row_ids", [LAYERS, B - 1], "row_ids"),
+            ("row ids of a row more", "row_ids", [LAYERS, B + 1], "row_ids"),
+            ("row ids of a layer more", "row_ids", [LAYERS + 1, B], "ring_row_ids"),
+            ("ring row ids of a row fewer", "ring_row_ids", [LAYERS, B - 1], "ring_row_ids"),
+            ("ring row ids of a layer fewer", "ring_row_ids", [LAYERS - 1, B], "ring_row_ids"),
+            ("ring row ids of no layer", "ring_row_ids", [0, B], "ring_row_ids"),
         ):
+            got = shape if operand == argument else [LAYERS, B]
             add(
-                FOLD,
-                f"{operand} {id} at layer {at[0]}, row {at[1]}",
-                {operand: _with(at, id)},
-                operand,
-                f"names row {id} at row {at[1]} of the batch",
-                f"an id below {pool_rows}",
+                op,
+                what,
+                {operand: _shaped(*shape)},
+                argument,
+                f"has shape ({got[0]}, {got[1]})",
+                "",
             )
-    for what, operand, shape, argument in (
-        ("row ids of a row fewer", "row_ids", [LAYERS, B - 1], "row_ids"),
-        ("row ids of a row more", "row_ids", [LAYERS, B + 1], "row_ids"),
-        ("row ids of a layer more", "row_ids", [LAYERS + 1, B], "ring_row_ids"),
-        ("ring row ids of a row fewer", "ring_row_ids", [LAYERS, B - 1], "ring_row_ids"),
-        ("ring row ids of a layer fewer", "ring_row_ids", [LAYERS - 1, B], "ring_row_ids"),
-        ("ring row ids of no layer", "ring_row_ids", [0, B], "ring_row_ids"),
-    ):
-        got = shape if operand == argument else [LAYERS, B]
-        add(FOLD, what, {operand: _shaped(*shape)}, argument, f"has shape ({got[0]}, {got[1]})", "")
-    for length in (0, 1, 3):
+        for length in (0, 1, 3):
+            add(
+                op,
+                f"{length} accepted counts",
+                {"num_accepted": _value(*[1] * length)},
+                "row_ids",
+                f"has shape ({LAYERS}, {B})",
+                f"({LAYERS}, {length})",
+            )
         add(
-            FOLD,
-            f"{length} accepted counts",
-            {"num_accepted": _value(*[1] * length)},
+            op,
+            "a state pool without rows",
+            {pool: _shaped(0, *GOOD[op][pool][1][1:])},
             "row_ids",
-            f"has shape ({LAYERS}, {B})",
-            f"({LAYERS}, {length})",
+            "names row",
+            "an id below 0",
         )
-    add(
-        FOLD,
-        "a state pool without rows",
-        {"recurrent_state": _shaped(0, nv, KD, VD)},
-        "row_ids",
-        "names row",
-        "an id below 0",
-    )
-    add(
-        FOLD,
-        "a ring without rows",
-        {"ring": _shaped(0, 2, 4, RECORD)},
-        "ring_row_ids",
-        "names row",
-        "an id below 0",
-    )
+        add(
+            op,
+            "a ring without rows",
+            {ring: _shaped(0, *GOOD[op][ring][1][1:])},
+            "ring_row_ids",
+            "names row",
+            "an id below 0",
+        )
     return calls
 
 
@@ -877,10 +978,10 @@ def makes() -> list[Make]:
         Make(
             geometry,
             "records closer than they are long",
-            of(record_stride=15),
-            "record_stride",
+            of(stride=15),
+            "stride",
             "is 15",
-            "at least 16",
+            "at least the 16 elements",
         )
     )
     calls.append(

@@ -16,11 +16,10 @@ from harness import (
     Pool,
     assert_same_bits,
     assert_same_pool,
-    reference,
     relative_error,
 )
 
-from gdn_graph import GatedDeltaGeometry
+from gdn_graph import GatedDeltaGeometry, reference
 
 G = GEOMETRIES["2x3x32x24"]
 pools = pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -17,12 +17,11 @@ from harness import (
     assert_same_bits,
     assert_same_pool,
     normal,
-    reference,
     relative_error,
 )
 from max.dtype import DType
 
-from gdn_graph import GatedDeltaGeometry
+from gdn_graph import GatedDeltaGeometry, reference
 
 G = GEOMETRIES["2x3x32x24"]
 pools = pytest.mark.parametrize("dtype", ["f32", "bf16"])

@@ -6,6 +6,7 @@ is said a second time here, in Python.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from harness import (
     Pool,
     assert_same_pool,
     normal,
-    reference,
     relative_error,
     u32,
 )
@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from max.dtype import DType
 
-from gdn_graph import GatedDeltaGeometry
+from gdn_graph import GatedDeltaGeometry, reference
 
 N, SLOTS, RING_ROWS, R = 9, 4, 3, 4
 G = GatedDeltaGeometry(2, 4, 5, 3, ring_len=R)
@@ -34,22 +34,27 @@ G = GatedDeltaGeometry(2, 4, 5, 3, ring_len=R)
 WILD = st.sampled_from([2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1])
 
 
-def ids_below(rows: int) -> st.SearchStrategy[int]:
-    """Mostly ids that exist; padding, the first that does not, and wild ones among them."""
-    return st.one_of(
-        *[st.integers(0, rows - 1)] * 4, st.just(PADDING), st.integers(rows, rows + 1), WILD
-    )
+@st.composite
+def ids_below(draw: st.DrawFn, rows: int, count: int) -> list[int]:
+    """Ids that differ, as far as there are so many, or that need not; in one of three cases an id
+    that does not exist is among them."""
+    ids = draw(st.permutations(range(rows)))[:count]
+    ids += [PADDING] * (count - len(ids))
+    for i in range(count):
+        if not draw(st.integers(0, 5)):
+            ids[i] = draw(st.integers(0, rows - 1) | st.just(PADDING))
+    if count and not draw(st.integers(0, 2)):
+        ids[draw(st.integers(0, count - 1))] = draw(WILD | st.integers(rows, rows + 1))
+    return draw(st.permutations(ids))
 
 
 @st.composite
 def ragged(draw: st.DrawFn) -> list[int]:
     """Offsets of 0 to 5 rows: mostly in order and inside, now and then not."""
     rows = draw(st.integers(0, 5))
-    offsets = draw(st.lists(st.integers(0, N), min_size=rows + 1, max_size=rows + 1))
-    if draw(st.integers(0, 3)):
-        offsets = sorted(offsets)
-    if not draw(st.integers(0, 7)):
-        offsets[draw(st.integers(0, rows))] = draw(WILD | st.integers(N, N + 2))
+    offsets = sorted(draw(st.lists(st.integers(0, N), min_size=rows + 1, max_size=rows + 1)))
+    if not draw(st.integers(0, 3)):
+        offsets[draw(st.integers(0, rows))] = draw(WILD | st.integers(0, N + 2))
     return offsets
 
 
@@ -97,8 +102,21 @@ examples = settings(
 )
 
 
+# How many calls were refused, compared with the specification, or of unspecified content.
+SEEN: Counter[str] = Counter()
+
+
+def many_of_each(test: Any, ops_of: Any) -> None:
+    """Runs the examples, which have to hold good and bad calls in plenty."""
+    SEEN.clear()
+    examples(given(data=st.data())(test))(ops_of("f32"))
+    print(dict(SEEN))
+    assert SEEN["refused"] >= 50 and SEEN["compared"] >= 100
+
+
 def check(call: Any, spec: Any, pools: list[Pool], *, good: bool, defined: bool) -> None:
     """Runs the call; refused, it has changed no pool; done, outputs and pools are the spec's."""
+    SEEN["refused" if not good else "compared" if defined else "unspecified"] += 1
     before = [pool.copy() for pool in pools]
     if not good:
         with pytest.raises(ValueError, match=r"gated_delta_\w+: \w+ .*; need "):
@@ -117,14 +135,9 @@ def check(call: Any, spec: Any, pools: list[Pool], *, good: bool, defined: bool)
         assert relative_error(pool.values, true) < TOLERANCE
 
 
-@examples
-@given(data=st.data())
-def test_plain_and_conv(ops_of, data):
-    ops = ops_of("f32")
+def plain_and_conv(ops, data):
     offsets = data.draw(ragged())
-    slots = data.draw(
-        st.lists(ids_below(SLOTS), min_size=len(offsets) - 1, max_size=len(offsets) - 1)
-    )
+    slots = data.draw(ids_below(SLOTS, len(offsets) - 1))
     taken = with_tokens(offsets)
     ok = {
         "good": offsets_are_good(offsets) and ids_are_good(slots, SLOTS, taken),
@@ -146,14 +159,10 @@ def test_plain_and_conv(ops_of, data):
     )
 
 
-@examples
-@given(data=st.data())
-def test_verify(ops_of, data):
-    ops = ops_of("f32")
+def verify(ops, data):
     offsets = data.draw(ragged())
     n = len(offsets) - 1
-    slots = data.draw(st.lists(ids_below(SLOTS), min_size=n, max_size=n))
-    rings = data.draw(st.lists(ids_below(RING_ROWS), min_size=n, max_size=n))
+    slots, rings = data.draw(ids_below(SLOTS, n)), data.draw(ids_below(RING_ROWS, n))
     k = data.draw(st.integers(0, R))
     taken = with_tokens(offsets)
     good = offsets_are_good(offsets) and ids_are_good(slots, SLOTS, taken)
@@ -183,20 +192,16 @@ def test_verify(ops_of, data):
     )
 
 
-@examples
-@given(data=st.data())
-def test_fold(ops_of, data):
-    ops = ops_of("f32")
+def fold(ops, data):
     layers, batch = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))
 
     def table(rows: int) -> Array:
-        size = layers * batch
-        ids = data.draw(st.lists(ids_below(rows), min_size=size, max_size=size))
-        return u32(ids).reshape(layers, batch)
+        return u32(data.draw(ids_below(rows, layers * batch))).reshape(layers, batch)
 
     rows, rings = table(SLOTS), table(RING_ROWS)
     counts = data.draw(
-        st.lists(st.integers(0, R + 2) | WILD, min_size=batch, max_size=batch), label="counts"
+        st.lists(st.one_of(*[st.integers(0, R + 1)] * 4, WILD), min_size=batch, max_size=batch),
+        label="counts",
     )
     k = data.draw(st.integers(0, R), label="K")
     taken = [0 < a <= R for a in counts] * layers
@@ -215,6 +220,18 @@ def test_fold(ops_of, data):
         good=good,
         defined=k == 0 or not aliased(rows.ravel().tolist(), folds),
     )
+
+
+def test_plain_and_conv(ops_of):
+    many_of_each(plain_and_conv, ops_of)
+
+
+def test_verify(ops_of):
+    many_of_each(verify, ops_of)
+
+
+def test_fold(ops_of):
+    many_of_each(fold, ops_of)
 
 
 def test_the_examples_are_good_and_bad(ops_of):

@@ -9,6 +9,8 @@ import pytest
 from harness import Pool, assert_same_bits, normal, run
 from malformed import (
     CONV,
+    CONV_FOLD,
+    CONV_RING,
     CONV_VERIFY,
     FOLD,
     GEOMETRY,
@@ -17,6 +19,8 @@ from malformed import (
     OPS,
     PLAIN,
     POOLS,
+    RING_OPS,
+    TABLE_OPS,
     VERIFY,
     B,
     Build,
@@ -92,6 +96,8 @@ MODELS = {
     PLAIN: "plain",
     VERIFY: "verify",
     FOLD: "fold",
+    CONV_RING: "conv_verify_ring",
+    CONV_FOLD: "conv_fold",
 }
 
 
@@ -180,12 +186,12 @@ def test_a_malformed_call_is_refused_when_it_runs(bench, call, launch):
 
 def test_a_good_call_changes_its_pool(bench):
     """The control: a call that is not refused shows in the bytes that are compared above."""
-    for op in OPS:
-        pool = "conv_state" if op in (CONV, CONV_VERIFY) else "recurrent_state"
-        changed = bench.expected[op][-1 if op in (CONV, CONV_VERIFY, PLAIN) else -2]
-        if op == VERIFY:
-            pool, changed = "ring", bench.expected[op][-1]
-        assert changed.shape == bench.good[op][pool].shape
+    written = {CONV: "conv_state", CONV_VERIFY: "conv_state", PLAIN: "recurrent_state"}
+    written |= {VERIFY: "ring", FOLD: "recurrent_state"}
+    written |= {CONV_RING: "conv_ring", CONV_FOLD: "conv_state"}
+    for op, pool in written.items():
+        pools = [name for name in GOOD[op] if name in POOLS]
+        changed = bench.expected[op][pools.index(pool) - len(pools)]
         assert changed.tobytes() != bench.good[op][pool].tobytes(), op
 
 
@@ -201,7 +207,7 @@ WILD = 2**32 - 2
 
 def test_what_is_not_looked_at_may_be_anything(bench):
     """Ids of rows without tokens or that do not fold, ring operands at K = 0: not errors."""
-    for op in (CONV, PLAIN, VERIFY):
+    for op in (CONV, PLAIN, VERIFY, CONV_RING):
         operands = bench.copy(op)
         before = {name: operands[name].copy() for name in operands if name in POOLS}
         operands["input_row_offsets"][:] = 4
@@ -224,16 +230,18 @@ def test_what_is_not_looked_at_may_be_anything(bench):
     assert_same_bits(out, want_out, "verify at K = 0")
     assert_same_bits(state, want_state, "pool of a verify at K = 0")
 
-    operands = bench.copy(FOLD)
-    operands["num_accepted"] = np.array([0, GEOMETRY.ring_len + 1], np.uint32)
-    for name in ("row_ids", "ring_row_ids"):
-        operands[name] = np.full((LAYERS, B), WILD, np.uint32)
-    state, _ = bench.call(FOLD, operands)
-    assert state.tobytes() == bench.good[FOLD]["recurrent_state"].tobytes()
+    for op, pool in TABLE_OPS.items():
+        operands = bench.copy(op)
+        operands["num_accepted"] = np.array([0, GEOMETRY.ring_len + 1], np.uint32)
+        for name in ("row_ids", "ring_row_ids"):
+            operands[name] = np.full((LAYERS, B), WILD, np.uint32)
+        bench.call(op, operands)
+        assert operands[pool].tobytes() == bench.good[op][pool].tobytes()
 
-    operands = bench.copy(FOLD)
-    operands["verify_width"] = operands["verify_width"][:0]
-    operands["row_ids"] = np.full((3, 7), WILD, np.uint32)
-    operands["ring"] = np.zeros((0, 5, 0, 1), np.float32)
-    state, _ = bench.call(FOLD, operands)
-    assert state.tobytes() == bench.good[FOLD]["recurrent_state"].tobytes()
+        operands = bench.copy(op)
+        operands["verify_width"] = operands["verify_width"][:0]
+        operands["row_ids"] = np.full((3, 7), WILD, np.uint32)
+        ring = RING_OPS[op]
+        operands[ring] = operands[ring][:0, ..., :1].copy()
+        bench.call(op, operands)
+        assert operands[pool].tobytes() == bench.good[op][pool].tobytes()

@@ -29,6 +29,12 @@ def sparse(shape: tuple[int, ...], dtype: type) -> Array:
     return np.frombuffer(mmap.mmap(-1, size, flags), dtype).reshape(shape)
 
 
+def available_bytes() -> int:
+    with open("/proc/meminfo") as meminfo:
+        line = next(line for line in meminfo if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * mmap.PAGESIZE
@@ -139,3 +145,28 @@ def test_c54_tokens_past_2_32_elements_of_the_input(ops_of, edge):
     ops.plain(qkv, *gates, plain, small.slots, offsets)
     ops.plain(*small.gates, want_plain, small.slots, small.offsets)
     assert_same_pool(plain, want_plain, "states")
+
+
+@pytest.mark.slow
+def test_c54_tokens_past_2_31_elements_of_the_conv(ops_of):
+    """The one case whose output is as large as its input: 8.6 GB of real memory."""
+    if available_bytes() < 12 * 2**30:
+        pytest.skip("needs 12 GB of free memory")
+    channels = 4096
+    tokens = 2**31 // channels + 4
+    at = tokens - 7
+    rng = np.random.default_rng(0)
+    x, weight = normal(rng, 7, channels), normal(rng, channels, 4)
+    window = Pool.of(DType.float32, normal(rng, 2, channels, 3))
+    want_window = window.copy()
+    far = sparse((tokens, channels), np.float32)
+    far[at:] = x
+    offsets = np.array([at, at + 3, at + 7], np.uint32)
+    slots = np.array([1, 0], np.uint32)
+    ops = ops_of("f32")
+    # Not through Ops.conv, which copies its output.
+    out = ops.models["conv"].execute(far, weight, window.buffer, slots, offsets)[0].to_numpy()
+    want = ops.conv(x, weight, want_window, slots, [0, 3, 7])
+    assert_same_bits(out[at:], want, "outputs")
+    assert not out[:16].any() and not out[at - 16 : at].any()
+    assert_same_pool(window, want_window, "windows")

@@ -22,9 +22,8 @@ def test_c64_memory_is_flat_and_rounds_are_equal(ops_of, dtype):
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("geometry", ["2x3x32x24", "2x2x64x65"])
-def test_c64_20000_steps(ops_of, geometry):
-    result = soak.soak(ops_of("f32"), 20_000, geometry, "f32")
+def test_c64_20000_steps(ops_of):
+    result = soak.soak(ops_of("f32"), 20_000, "2x3x32x24", "f32")
     print(f"{result.steps} steps: memory grew {result.growth:.2%}")
     assert result.rounds_equal
     assert result.growth <= 0.01

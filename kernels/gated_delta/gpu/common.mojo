@@ -15,7 +15,7 @@ def copy_async[words: Int](src: GlobalPtr[F32], dst: SharedPtr):
     """Copies 1 or 4 words to shared memory; visible to this thread after `copies_wait`."""
     comptime if is_nvidia_gpu():
         async_copy[words * 4, bypass_L1_16B=True](
-            src.address_space_cast[AddressSpace.GLOBAL](), dst
+            src.unsafe_address_space_cast[AddressSpace.GLOBAL](), dst
         )
     else:
         dst.unsafe_store[alignment=words * 4](src.unsafe_load[width=words, alignment=words * 4]())
@@ -78,7 +78,7 @@ def reread(p: SharedPtr) -> SharedPtr:
 
 @always_inline
 def wide(a: UInt32, b: UInt32) -> UInt64:
-    """a * b; LLVM multiplies in 64 bits where it has lost sight of the operands' width."""
+    """The product; LLVM multiplies in 64 bits where it has lost sight of the operands' width."""
     comptime if is_nvidia_gpu():
         return inlined_assembly[
             "mul.wide.u32 $0, $1, $2;", UInt64, constraints="=l,r,r", has_side_effect=False
@@ -89,7 +89,7 @@ def wide(a: UInt32, b: UInt32) -> UInt64:
 
 @always_inline
 def remainder(a: UInt32, b: UInt32) -> UInt32:
-    """a % b for b > 0, which Mojo's operator would check."""
+    """Of a by b > 0, which Mojo's operator would check."""
     comptime if is_nvidia_gpu():
         return inlined_assembly[
             "rem.u32 $0, $1, $2;", UInt32, constraints="=r,r,r", has_side_effect=False
@@ -100,8 +100,8 @@ def remainder(a: UInt32, b: UInt32) -> UInt32:
 
 @always_inline
 def offset(p: GlobalPtr[F32], i: UInt32) -> GlobalPtr[F32]:
-    """p + i, by one multiplication instead of a widening and a shift."""
-    return (p.bitcast[UInt8]() + wide(i, 4)).bitcast[Float32]()
+    """Moves p by i elements, by one multiplication instead of a widening and a shift."""
+    return (p.unsafe_bitcast[UInt8]() + wide(i, 4)).unsafe_bitcast[Float32]()
 
 
 def inverse_root(n: Int) -> Float32:

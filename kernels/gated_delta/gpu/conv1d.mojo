@@ -54,7 +54,7 @@ def gated_delta_conv1d_fwd_gpu[
     conv_output_seqlen_stride: UInt32,
     conv_output_channel_stride: UInt32,
 ):
-    """out[t, c] = sum_j w[c, j] x[t - (KERNEL_SIZE - 1) + j, c], j ascending. Inputs before the row
+    """Computes out[t, c] = sum_j w[c, j] x[t - (KERNEL_SIZE - 1) + j, c], j ascending. Inputs before the row
     come from the slot's window, oldest first; with WRITE_STATE the window then holds the row's last
     KERNEL_SIZE - 1 inputs. A row whose slot is outside the pool gives zeros, as does a token of no
     row."""
@@ -68,8 +68,8 @@ def gated_delta_conv1d_fwd_gpu[
     var tile = UInt32(block_idx.z)
     var tiles = UInt32(grid_dim.z)
     var tokens = UInt32(total_seq_len)
-    var x = qkv_input_ragged.ptr.bitcast[Float32]() + wide(c, qkv_input_channel_stride)
-    var out = conv_output_ragged.ptr.bitcast[Float32]() + wide(c, conv_output_channel_stride)
+    var x = qkv_input_ragged.ptr.unsafe_bitcast[Float32]() + wide(c, qkv_input_channel_stride)
+    var out = conv_output_ragged.ptr.unsafe_bitcast[Float32]() + wide(c, conv_output_channel_stride)
 
     @always_inline
     def zero(first: UInt32, last: UInt32) {var}:
@@ -95,7 +95,7 @@ def gated_delta_conv1d_fwd_gpu[
 
     var w = Array[Float32, KERNEL_SIZE](fill=0)
     comptime for j in range(KERNEL_SIZE):
-        w[j] = conv_weight.ptr.bitcast[Float32]()[
+        w[j] = conv_weight.ptr.unsafe_bitcast[Float32]()[
             unsafe_offset=wide(c, conv_weight_channel_stride)
             + wide(UInt32(j), conv_weight_offset_stride)
         ]

@@ -1,4 +1,4 @@
-"""How a block lies on one value head, and how its tokens reach it.
+"""How a block lies on one value head.
 
 The state [KEY_HEAD_DIM, VALUE_HEAD_DIM] of a (row, value head) is cut along the value dimension: a
 warp owns COLUMNS columns and all rows of them, so warps never exchange sums and the bits do not
@@ -57,7 +57,8 @@ def halve[width: Int](x: SIMD[F32, width], up: Bool, offset: UInt32) -> SIMD[F32
 
 @always_inline
 def shuffle_within[low: Int](x: Float32, source: Int) -> Float32:
-    """x of lane `source` + (this lane modulo `low`); source is a multiple of low, low of two."""
+    """The x of lane `source` + (this lane modulo `low`); source is a multiple of low, low of two.
+    """
     comptime if is_nvidia_gpu():
         # The segment mask in the upper byte keeps the lane's low bits: no arithmetic on lanes.
         return llvm_intrinsic["llvm.nvvm.shfl.sync.idx.f32", Float32](
@@ -83,6 +84,9 @@ struct Head[KEY_HEAD_DIM: Int, VALUE_HEAD_DIM: Int](TrivialRegisterPassable):
     comptime NARROW = min(2, Self.WIDE)
     comptime WIDE_SPLITS = ceildiv(Self.WARPS, Self.WIDE)
     comptime NARROW_SPLITS = ceildiv(Self.WARPS, Self.NARROW)
+    # Only the first extent of a grid may pass 65,535, which rows * splits does for a large head.
+    # Else the group goes first, so that blocks of one key head are neighbours.
+    comptime ROWS_FIRST = Self.WIDE_SPLITS > 1
     comptime WIDE_COLUMNS = Self.WIDE * Self.COLUMNS
     comptime ALL_COLUMNS = Self.VALUE_HEAD_DIM % Self.WIDE_COLUMNS == 0 and (
         Self.WARPS % Self.NARROW == 0
@@ -120,24 +124,30 @@ struct Head[KEY_HEAD_DIM: Int, VALUE_HEAD_DIM: Int](TrivialRegisterPassable):
 
     @always_inline
     def __init__(out self, tid: UInt32):
-        """Places a thread, in a grid of (group, num_key_heads, batch_size * splits) blocks."""
+        """Places a thread, in the grid that `launch_grid` gives."""
         self.tid = tid
         self.lane = self.tid % 32
         self.second = (self.tid & 16) != 0
         self.warp = self.tid // 32
         comptime if is_nvidia_gpu():
             self.warp = warp.broadcast(self.warp)  # else ptxas does not know it is uniform
+        comptime if Self.ROWS_FIRST:
+            self.slice = UInt32(block_idx.x)
+            self.group_head = UInt32(block_idx.z)
+            self.group = UInt32(grid_dim.z)
+        else:
+            self.slice = UInt32(block_idx.z)
+            self.group_head = UInt32(block_idx.x)
+            self.group = UInt32(grid_dim.x)
         self.warps = UInt32(Self.WIDE)
         self.splits = UInt32(Self.WIDE_SPLITS)
-        self.batch_row = UInt32(block_idx.z) // UInt32(Self.WIDE_SPLITS)
+        self.batch_row = self.slice // UInt32(Self.WIDE_SPLITS)
         comptime if Self.NARROW != Self.WIDE:
             if block_dim.x == 32 * Self.NARROW:
                 self.warps = UInt32(Self.NARROW)
                 self.splits = UInt32(Self.NARROW_SPLITS)
-                self.batch_row = UInt32(block_idx.z) // UInt32(Self.NARROW_SPLITS)
-        self.slice = UInt32(block_idx.z) - self.batch_row * self.splits
-        self.group_head = UInt32(block_idx.x)
-        self.group = UInt32(grid_dim.x)
+                self.batch_row = self.slice // UInt32(Self.NARROW_SPLITS)
+        self.slice -= self.batch_row * self.splits
         self.key_head = UInt32(block_idx.y)
         self.value_head = self.key_head * self.group + self.group_head
         comptime groups = UInt32(Self.COLUMN_GROUPS)
@@ -146,6 +156,19 @@ struct Head[KEY_HEAD_DIM: Int, VALUE_HEAD_DIM: Int](TrivialRegisterPassable):
         self.result = self.column + self.lane % 16 // (groups * UInt32(Self.SHARE)) * UInt32(
             Self.RESULTS
         )
+
+    @staticmethod
+    def launch_grid(
+        rows: Int, num_key_heads: Int, num_value_heads: Int, wide: Bool
+    ) -> Tuple[Int, Int, Int]:
+        """Blocks of a launch with WIDE or NARROW warps: a block for each group head, key head, row
+        and slice of a head."""
+        var slices = rows * (Self.WIDE_SPLITS if wide else Self.NARROW_SPLITS)
+        var group = num_value_heads // num_key_heads
+        comptime if Self.ROWS_FIRST:
+            return (slices, num_key_heads, group)
+        else:
+            return (group, num_key_heads, slices)
 
     @always_inline
     def again(self) -> Self:
@@ -177,7 +200,7 @@ struct Head[KEY_HEAD_DIM: Int, VALUE_HEAD_DIM: Int](TrivialRegisterPassable):
 
     @always_inline
     def values(self, token: SharedPtr) -> Self.Results:
-        """v of the lane's result columns, from the token's words."""
+        """Loads v of the lane's result columns, from the token's words."""
         var at = self.result
         comptime if not Self.ALL_COLUMNS:  # stay inside what was copied
             at = min(at, UInt32(Self.VALUE_HEAD_DIM - Self.RESULTS) - self.block_column())

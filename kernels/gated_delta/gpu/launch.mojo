@@ -23,6 +23,7 @@ from ..cpu.vector import untracked
 
 comptime CONV_THREADS = 128
 comptime MAX_RING_LEN = 32
+comptime MAX_GRID = 65535  # of a grid's second and third extents
 
 comptime Vector = type_of(row_major(1))
 comptime Matrix = type_of(row_major(1, 1))
@@ -136,31 +137,15 @@ def zero_gpu[
         ctx.enqueue_memset(tensor.to_device_buffer(ctx), Scalar[dtype](0))
 
 
-@fieldwise_init
-struct RecurrenceGrid[KD: Int, VD: Int](TrivialRegisterPassable):
-    """Blocks and threads of a recurrence."""
-
-    var group: Int
-    var num_key_heads: Int
-    var blocks: Int
-    var threads: Int
-
-    @staticmethod
-    def choose(
-        rows: Int, num_key_heads: Int, num_value_heads: Int, ctx: DeviceContext
-    ) raises -> Self:
-        """Wide blocks once they alone give every processor two; until then narrow ones, which
-        give a small batch more blocks. Both give the same bits."""
-        comptime H = Head[Self.KD, Self.VD]
-        var wide = rows * num_value_heads * H.WIDE_SPLITS >= 2 * processors(ctx)
-        # Only narrow blocks could pass the 65,535 that this extent of a grid may have.
-        wide = wide or rows * H.NARROW_SPLITS > 65535
-        return Self(
-            num_value_heads // num_key_heads,
-            num_key_heads,
-            rows * (H.WIDE_SPLITS if wide else H.NARROW_SPLITS),
-            32 * (H.WIDE if wide else H.NARROW),
-        )
+def is_wide[KD: Int, VD: Int](rows: Int, num_value_heads: Int, ctx: DeviceContext) raises -> Bool:
+    """Wide blocks once they alone give every processor two; until then narrow ones, which give a
+    small batch more blocks. Both give the same bits."""
+    comptime H = Head[KD, VD]
+    var fills = rows * num_value_heads * H.WIDE_SPLITS >= 2 * processors(ctx)
+    comptime if H.ROWS_FIRST:
+        return fills
+    else:
+        return fills or rows * H.NARROW_SPLITS > MAX_GRID
 
 
 def is_head_dim(dim: Int) -> Bool:
@@ -223,7 +208,8 @@ def recurrence_gpu[
         var state = pool(recurrent_state.unsafe_ptr(), recurrent_state.dim_size(0), nv, KD, VD)
         var slots = vector(slot_idx.unsafe_ptr(), rows)
         var offsets = vector(input_row_offsets.unsafe_ptr(), rows + 1)
-        var grid = RecurrenceGrid[KD, VD].choose(rows, nk, nv, ctx)
+        comptime H = Head[KD, VD]
+        var wide = is_wide[KD, VD](rows, nv, ctx)
         comptime exact = gated_delta_recurrence_fwd_gpu[
             work_dtype,
             state_dtype,
@@ -271,8 +257,8 @@ def recurrence_gpu[
             UInt32(1),
             UInt32(nv * VD),
             UInt32(1),
-            grid_dim=(grid.group, grid.num_key_heads, grid.blocks),
-            block_dim=grid.threads,
+            grid_dim=H.launch_grid(rows, nk, nv, wide),
+            block_dim=32 * (H.WIDE if wide else H.NARROW),
         )
 
 
@@ -319,7 +305,8 @@ def verify_ring_gpu[
         var state = pool(recurrent_state.unsafe_ptr(), recurrent_state.dim_size(0), nv, KD, VD)
         var slots = vector(slot_idx.unsafe_ptr(), rows)
         var offsets = vector(input_row_offsets.unsafe_ptr(), rows + 1)
-        var grid = RecurrenceGrid[KD, VD].choose(rows, nk, nv, ctx)
+        comptime H = Head[KD, VD]
+        var wide = is_wide[KD, VD](rows, nv, ctx)
         var ring_tile = pool(ring.unsafe_ptr(), ring.dim_size(0), nk, RING_LEN, ring.dim_size(3))
         var ring_slots = vector(ring_slot_idx.unsafe_ptr(), rows)
         comptime exact = gated_delta_recurrence_verify_ring_gpu[
@@ -380,8 +367,8 @@ def verify_ring_gpu[
             UInt32(1),
             UInt32(nv * VD),
             UInt32(1),
-            grid_dim=(grid.group, grid.num_key_heads, grid.blocks),
-            block_dim=grid.threads,
+            grid_dim=H.launch_grid(rows, nk, nv, wide),
+            block_dim=32 * (H.WIDE if wide else H.NARROW),
         )
 
 

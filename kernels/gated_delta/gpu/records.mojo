@@ -61,10 +61,12 @@ struct Records[KD: Int, VD: Int, ring_dtype: DType](TrivialRegisterPassable):
         var record = self.first + wide(t, self.stride)
         if head.group_head == 0:
             var e = head.slice * 32 + head.lane
-            comptime if Self.H.NARROW_SPLITS * 32 <= Self.KD:
+            var more = True
+            comptime if Self.H.NARROW_SPLITS * 32 <= Self.KD:  # every lane has a first element
                 self.key(record, token, e)
                 e += head.splits * 32
-            if head.splits * 32 < UInt32(Self.KD):
+                more = head.splits * 32 < UInt32(Self.KD)
+            if more:
                 e = opaque(e)
                 while e < UInt32(Self.KD):
                     self.key(record, token, e)
@@ -81,7 +83,7 @@ struct Records[KD: Int, VD: Int, ring_dtype: DType](TrivialRegisterPassable):
         var layout = RecordLayout(Self.KD, Self.VD, Int(head.group))
         var factor = UInt32(layout.delta_factor(Int(head.group_head)))
         return Sink[Self.ring_dtype](
-            (self.first + (factor + head.block_column() + head.result)).bitcast[UInt8](),
+            (self.first + (factor + head.block_column() + head.result)).unsafe_bitcast[UInt8](),
             UInt64(self.stride) * UInt64(size_of[Scalar[Self.ring_dtype]]()),
             1,
         )
@@ -104,14 +106,14 @@ struct Sink[ring_dtype: DType](TrivialRegisterPassable):
         comptime for i in range(x.length):
             var away = UInt32(i) * self.apart
             comptime if Self.ring_dtype == F32:  # one store for both
-                self.at.bitcast[Float32]()[unsafe_offset=away] = x[i]
+                self.at.unsafe_bitcast[Float32]()[unsafe_offset=away] = x[i]
             else:
                 if is_output:
-                    self.at.bitcast[Float32]()[unsafe_offset=away] = x[i]
+                    self.at.unsafe_bitcast[Float32]()[unsafe_offset=away] = x[i]
                 else:
-                    self.at.bitcast[Scalar[Self.ring_dtype]]()[unsafe_offset=away] = x[i].cast[
-                        Self.ring_dtype
-                    ]()
+                    self.at.unsafe_bitcast[Scalar[Self.ring_dtype]]()[unsafe_offset=away] = x[
+                        i
+                    ].cast[Self.ring_dtype]()
 
     @always_inline
     def advance(mut self):
@@ -149,7 +151,7 @@ struct Outputs(TrivialRegisterPassable):
         return Sink[ring_dtype](
             (
                 self.tiles + (wide(first, self.token_stride) + wide(column, self.value_stride))
-            ).bitcast[UInt8](),
+            ).unsafe_bitcast[UInt8](),
             UInt64(self.token_stride) * 4,
             self.value_stride,
         )

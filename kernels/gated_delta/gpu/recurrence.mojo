@@ -1,9 +1,10 @@
 """The plain recurrence and the verify.
 
-Grid (group, num_key_heads, batch_size * splits), block 32 * NARROW threads with splits =
-NARROW_SPLITS, or 32 * WIDE threads with WIDE_SPLITS (head.mojo says what these are, and why). At
-128 x 128: 64 threads and 4 blocks a head, or 256 threads and 1 block. Blocks of one key head are
-neighbours, so that its q and k come from the cache.
+Grid (group, num_key_heads, batch_size * splits), or with the extents in reverse for large heads
+(Head.launch_grid); block 32 * NARROW threads with splits = NARROW_SPLITS, or 32 * WIDE threads with
+WIDE_SPLITS (head.mojo says what these are, and why). At 128 x 128: 64 threads and 4 blocks a head,
+or 256 threads and 1 block. Blocks of one key head are neighbours, so that its q and k come from the
+cache.
 
 A block loads its columns of the state into registers, runs the row's tokens (step.mojo) and writes
 the state back, unless the row left records instead.
@@ -145,9 +146,9 @@ def gated_delta_recurrence_fwd_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -155,12 +156,12 @@ def gated_delta_recurrence_fwd_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),
         Ring[KEY_HEAD_DIM, VALUE_HEAD_DIM, F32, 0](
-            recurrence_output.ptr.bitcast[Float32](), slot_idx.ptr, 0, 0, 0
+            recurrence_output.ptr.unsafe_bitcast[Float32](), slot_idx.ptr, 0, 0, 0
         ),
     )
 
@@ -226,9 +227,9 @@ def gated_delta_recurrence_verify_ring_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -236,7 +237,7 @@ def gated_delta_recurrence_verify_ring_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),
@@ -303,9 +304,9 @@ def gated_delta_recurrence_fwd_block_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -313,12 +314,12 @@ def gated_delta_recurrence_fwd_block_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),
         Ring[KEY_HEAD_DIM, VALUE_HEAD_DIM, F32, 0](
-            recurrence_output.ptr.bitcast[Float32](), slot_idx.ptr, 0, 0, 0
+            recurrence_output.ptr.unsafe_bitcast[Float32](), slot_idx.ptr, 0, 0, 0
         ),
     )
 
@@ -383,9 +384,9 @@ def gated_delta_recurrence_verify_ring_block_gpu[
         slot_idx.ptr,
         input_row_offsets.ptr,
         Source[KEY_HEAD_DIM, VALUE_HEAD_DIM](
-            qkv_conv_output.ptr.bitcast[Float32](),
-            decay_per_token.ptr.bitcast[Float32](),
-            beta_per_token.ptr.bitcast[Float32](),
+            qkv_conv_output.ptr.unsafe_bitcast[Float32](),
+            decay_per_token.ptr.unsafe_bitcast[Float32](),
+            beta_per_token.ptr.unsafe_bitcast[Float32](),
             UInt32(key_dim),
             qkv_conv_output_seqlen_stride,
             qkv_conv_output_channel_stride,
@@ -393,7 +394,7 @@ def gated_delta_recurrence_verify_ring_block_gpu[
             per_token_head_stride,
         ),
         Outputs(
-            recurrence_output.ptr.bitcast[Float32](),
+            recurrence_output.ptr.unsafe_bitcast[Float32](),
             recurrence_output_seqlen_stride,
             recurrence_output_valuedim_stride,
         ),

@@ -83,7 +83,7 @@ def stage[
             dst[unsafe_offset=0] = 0
         else:
             comptime if ring_dtype == F32:
-                copy_async[1](src.bitcast[Float32](), dst)
+                copy_async[1](src.unsafe_bitcast[Float32](), dst)
             else:
                 dst[unsafe_offset=0] = src[unsafe_offset=0].cast[F32]()
         src += stride
@@ -213,13 +213,9 @@ def gated_delta_state_fold_gpu[
         var left = count
         while left > 0:
             var d = decay[unsafe_offset=0]
-            var f = SIMD[F32, W]()
-            comptime if W == 8:
-                f = rebind[SIMD[F32, W]](
-                    load_shared[4](factors).join(load_shared[4](factors + VD // 2))
-                )
-            else:
-                f = rebind[SIMD[F32, W]](load_shared[4](factors))
+            var f = SIMD[F32, W](0)
+            comptime for c in range(0, W, 4):
+                f = f.insert[offset=c](load_shared[4](factors + c // 4 * (VD // 2)))
             comptime for i in range(0, R, 4):
                 var k = load_shared[4](keys + i)
                 comptime for j in range(4):
