@@ -400,4 +400,4 @@ def test_the_bytes_of_qwen35_27b() -> None:
     assert round(geometry.conv_state_bytes(layers, bf16) / 1e6, 2) == 2.95
     assert round(geometry.ring_bytes(layers) / 1e6, 1) == 7.9
     # Without the padding that MAX's pages need, a seventh less.
-    assert round(replace(geometry, record_stride=0).ring_bytes(layers) / 1e6, 1) == 6.7
+    assert round(replace(geometry, stride=None).ring_bytes(layers) / 1e6, 1) == 6.7
