@@ -113,9 +113,9 @@ def gated_delta_conv1d_verify_ring_fwd(
     """
     out = np.zeros(qkv.shape, dtype)
     for b, _, begin, end in rows_of(slot_idx, input_row_offsets):
-        records = verify_width > 0 and end - begin <= conv_ring.shape[1]
-        if records and int(ring_slot_idx[b]) == PADDING:
+        if verify_width > 0 and int(ring_slot_idx[b]) == PADDING:
             continue
+        records = verify_width > 0 and end - begin <= conv_ring.shape[1]
         out[begin:end] = gated_delta_conv1d_fwd(
             qkv[begin:end],
             conv_weight,
@@ -233,9 +233,9 @@ def _recurrence(
     values = qkv[:, 2 * nk * KD :].reshape(-1, nv, VD)
     out = np.zeros((len(qkv), nv, VD), dtype)
     for b, slot, begin, end in rows_of(slot_idx, input_row_offsets):
-        records = ring is not None and end - begin <= ring.shape[2]
-        if records and int(ring_slot_idx[b]) == PADDING:
+        if ring is not None and int(ring_slot_idx[b]) == PADDING:
             continue
+        records = ring is not None and end - begin <= ring.shape[2]
         state = recurrent_state[slot].astype(dtype)
         for t in range(begin, end):
             for h in range(nv):

@@ -130,6 +130,18 @@ def test_zero_length_rows_and_padding_rows_touch_nothing(ops_of, dtype):
         assert (state.bits[b] != case.state.bits[b]).any()
 
 
+def test_a_long_row_with_a_padding_ring_id_takes_no_part(ops_of):
+    """A padding row of the ring is one whatever its length; without drafts the id is not read."""
+    ops = ops_of("f32")
+    case = Case(GEOMETRY, [2, GEOMETRY.ring_len + 1], k=3)
+    case.ring_slots[1] = PADDING
+    state, ring = case.state.copy(), case.new_ring()
+    out = verify(ops, case, state, ring)
+    assert out[:2].all() and not out[2:].any()
+    assert_same_pool(state, case.state, "pool")
+    assert verify(ops, case, state, ring, k=0).all()
+
+
 @dtypes
 def test_padding_and_zero_length_rows_of_the_plain_ops(ops_of, dtype):
     ops = ops_of(dtype)

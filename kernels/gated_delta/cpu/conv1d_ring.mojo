@@ -77,7 +77,7 @@ def record_inputs[
     """What a verify leaves behind once its conv has run without writing windows.
 
     A row that fits the ring records its inputs; a longer one shifts them into its window. Outputs
-    of a row that has nowhere to record are made zero.
+    of a padding row of the ring are made zero.
     """
 
     def unit(b: Int, begin: Int, end: Int) {imm} -> None:
@@ -86,12 +86,12 @@ def record_inputs[
         if T == 0 or slot_idx[unsafe_offset=b] == PADDING:
             return
         var inputs = qkv + start * conv_dim
-        if T > ring_len:
-            var window = conv_state + Int(slot_idx[unsafe_offset=b]) * conv_dim * history
-            shift_in(window, inputs, conv_dim, T, history, begin, end)
-        elif ring_slot_idx[unsafe_offset=b] == PADDING:
+        if ring_slot_idx[unsafe_offset=b] == PADDING:
             for t in range(start, start + T):
                 fill_zero(out_ + t * conv_dim + begin, end - begin)
+        elif T > ring_len:
+            var window = conv_state + Int(slot_idx[unsafe_offset=b]) * conv_dim * history
+            shift_in(window, inputs, conv_dim, T, history, begin, end)
         else:
             var records = conv_ring + Int(ring_slot_idx[unsafe_offset=b]) * ring_len * conv_dim
             for t in range(T):

@@ -373,7 +373,7 @@ def recurrence[
     def takes_part(b: Int, T: Int) {imm} -> Bool:
         if T == 0 or slot_idx[unsafe_offset=b] == PADDING:
             return False
-        return T > ring_len or ring_slot_idx[unsafe_offset=b] != PADDING
+        return ring_len == 0 or ring_slot_idx[unsafe_offset=b] != PADDING
 
     # A row costs its tokens and one pass more, over the state.
     var longest = 0

@@ -130,22 +130,22 @@ def gated_delta_conv1d_verify_ring_gpu[
     if first >= last or slot >= UInt32(conv_state.layout.shape[0]().value()):
         return
     var length = last - first
+    var ring_slot = ring_slot_idx.ptr[unsafe_offset=row]
+    var takes_part = ring_slot < UInt32(conv_ring.layout.shape[0]().value())
     var inputs = qkv_input_ragged.ptr + wide(first, channels) + UInt64(c)
-    if length > UInt32(ring_len):
+    if takes_part and length > UInt32(ring_len):
         # The block of the first tile is the only one that reads the window.
         if block_idx.z == 0:
             var history = UInt32(KERNEL_SIZE - 1)
             var window = conv_state.ptr + (wide(slot, channels) + UInt64(c)) * UInt64(history)
             shift_in(window, inputs, channels, length, history)
         return
-    var ring_slot = ring_slot_idx.ptr[unsafe_offset=row]
-    var records = ring_slot < UInt32(conv_ring.layout.shape[0]().value())
     var out = conv_output_ragged.ptr + wide(first, channels) + UInt64(c)
     # Each block copies, or zeroes, the tokens of the tiles that it has convolved.
     var begin = UInt32(block_idx.z) * UInt32(TILE)
     while begin < length:
         for t in range(begin, min(begin + UInt32(TILE), length)):
-            if records:
+            if takes_part:
                 var place = wide(ring_slot, UInt32(ring_len)) + UInt64(t)
                 conv_ring.ptr[unsafe_offset=place * UInt64(channels) + UInt64(c)] = Scalar[
                     ring_dtype

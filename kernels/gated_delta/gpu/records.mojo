@@ -17,14 +17,12 @@ struct Ring[KD: Int, VD: Int, ring_dtype: DType, RING_LEN: Int](TrivialRegisterP
     var record_stride: UInt32
 
     @always_inline
-    def has_place(self, batch_row: UInt32, length: UInt32) -> Bool:
-        """Whether the row needs no ring row, or names one that exists."""
+    def has_place(self, batch_row: UInt32) -> Bool:
+        """Whether there is no ring, or the row names a ring row that exists."""
         comptime if Self.RING_LEN == 0:
             return True
         else:
-            return (self.slot_idx[unsafe_offset=batch_row] < self.num_rows) | (
-                length > UInt32(Self.RING_LEN)
-            )
+            return self.slot_idx[unsafe_offset=batch_row] < self.num_rows
 
     @always_inline
     def records(

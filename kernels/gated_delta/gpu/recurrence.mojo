@@ -54,7 +54,7 @@ def recurrence[
     var last = min(row_offsets[unsafe_offset=row + 1], num_tokens)
     var length = last - first
     var slot = slot_idx[unsafe_offset=row]
-    var known = (slot < num_slots) & ring.has_place(row, length)
+    var known = (slot < num_slots) & ring.has_place(row)
     # Tokens before the first row and after the last belong to none.
     var none_until = first if row == 0 else 0
     var none_from = last if row == batch_size - 1 else num_tokens
