@@ -36,6 +36,7 @@ class Slots:
         self._zeros = [
             Buffer.zeros((layers, *pool.shape[1:]), pool.dtype, pool.device) for pool in self._pools
         ]
+        self._settle()
         self._free = list(range(slots - 1, -1, -1))
         self._taken: set[int] = set()
 
@@ -53,6 +54,7 @@ class Slots:
         slot = self._take("admit")
         for pool, zeros in zip(self._pools, self._zeros, strict=True):
             self._rows(pool, slot).inplace_copy_from(zeros)
+        self._settle()
         return slot
 
     def fork(self, slot: int) -> int:
@@ -66,6 +68,7 @@ class Slots:
         child = self._take("fork")
         for pool in self._states:
             self._rows(pool, child).inplace_copy_from(self._rows(pool, slot))
+        self._settle()
         return child
 
     def release(self, slot: int) -> None:
@@ -97,6 +100,13 @@ class Slots:
         slot = self._free.pop()
         self._taken.add(slot)
         return slot
+
+    def _settle(self) -> None:
+        """Waits for fills and copies on the host: MAX queues them there, and unlike on a GPU the
+        next execution does not come after what is queued."""
+        for device in {pool.device for pool in self._pools}:
+            if device.is_host:
+                device.synchronize()
 
     def _rows(self, pool: Buffer, slot: int) -> Buffer:
         first = slot * self._layers

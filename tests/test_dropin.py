@@ -298,7 +298,8 @@ def test_without_the_overlay_max_has_no_such_op_on_the_cpu():
     """The control of this module; in a process of its own, since a failed compile may abort it."""
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from test_dropin import Module, plain_wrappers, InferenceSession, CPU\n"
+        "from max.driver import CPU; from max.engine import InferenceSession\n"
+        "from test_dropin import Module, plain_wrappers\n"
         "module = Module(); plain_wrappers(module)\n"
         "try:\n"
         "    InferenceSession(devices=[CPU()]).load_all(module)\n"

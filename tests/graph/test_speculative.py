@@ -58,6 +58,7 @@ def start_over(states: SpeculativeStates) -> None:
     states._slots._free.sort(reverse=True)
     for pool in states.pools[0].values():
         pool.inplace_copy_from(Buffer.zeros(pool.shape, pool.dtype, pool.device))
+        pool.device.synchronize()
 
 
 def bits(buffer: Buffer) -> Array:
