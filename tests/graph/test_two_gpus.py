@@ -13,6 +13,6 @@ def test_a_step_over_two_gpus_compiles() -> None:
         [sys.executable, str(Path(__file__).with_name("two_gpus.py"))],
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=2400,
     )
     assert "compiled" in result.stdout, result.stderr[-4000:]
