@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,9 +129,10 @@ def demo(
             }
         )
     else:
+        state_bytes = g.recurrent_state_bytes(layers, options.dtype)
         console.print(_rounds_table(done, options))
         console.print(
-            f"ring {_size(g.ring_bytes(layers))} a request for {_size(_state_bytes(options))} of "
+            f"ring {_size(g.ring_bytes(layers))} a request for {_size(state_bytes)} of "
             f"recurrent state; error from float64 on {run.checked_layers} of {layers} layers"
         )
         if equal:
@@ -144,10 +144,6 @@ def demo(
             wrong = ", ".join(f"{r.number} ({', '.join(r.unequal)})" for r in done if not r.equal)
             console.print(f"[bold red]NOT EQUAL[/] in round {wrong}")
     raise typer.Exit(0 if equal else 1)
-
-
-def _state_bytes(options: Any) -> int:
-    return int(options.geometry.recurrent_state_bytes(options.layers, options.dtype))
 
 
 def _rounds_table(rounds: list[Any], options: Any) -> Table:
@@ -292,7 +288,9 @@ def build(as_json: JsonOption = False) -> None:
     from .library import kernel_library, library_path
 
     cached = library_path().is_file()
-    seconds, path = _timed(kernel_library)
+    start = time.perf_counter()
+    path = kernel_library()
+    seconds = time.perf_counter() - start
     if as_json:
         _print_json({"path": str(path), "seconds": seconds, "cached": cached})
     else:
@@ -344,12 +342,6 @@ def serve_check(
     print(f"first token        {_time(report.first_token_seconds)}")
     print(f"tokens per second  {report.tokens_per_second:.1f}, over {report.tokens}")
     print(f"greedy text        {report.text!r}")
-
-
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
 
 
 def _time(seconds: float) -> str:

@@ -27,7 +27,7 @@ from .cpu.conv1d import conv1d
 from .cpu.conv1d_ring import conv_fold, record_inputs
 from .cpu.recurrence import recurrence
 from .cpu.state_fold import state_fold
-from .cpu.vector import fill_zero, P, untracked
+from .cpu.vector import fill_zero, untracked
 from .gpu.conv1d_ring import conv1d_fold_gpu, conv1d_verify_ring_gpu
 from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 

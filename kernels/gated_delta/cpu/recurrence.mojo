@@ -34,7 +34,6 @@ from .vector import (
     P,
     splat,
     store,
-    untracked,
     Vector,
     W,
 )

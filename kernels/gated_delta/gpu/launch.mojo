@@ -8,7 +8,6 @@ from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from layout import TensorLayout, TileTensor, row_major
 from max.gpu.host import DeviceAttribute, DeviceContext
-from .common import F32
 from .conv1d import TILE, gated_delta_conv1d_fwd_gpu
 from .head import Head
 from .recurrence import (
