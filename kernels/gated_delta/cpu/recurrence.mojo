@@ -22,12 +22,14 @@ from std.memory import alloc
 
 from ..checks import HeadGeometry, PADDING
 from ..ring import RecordLayout
-from .schedule import chunk_count, parts_per_item, run_chunks
+from .schedule import chunk_count, parts_per_item, run_chunks, workers
 from .vector import (
     copy,
     dot,
     F32,
     fill_zero,
+    into_l1,
+    into_l1_to_write,
     into_l2,
     LINE,
     load,
@@ -49,8 +51,8 @@ struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
     """One row's tokens as one value head sees them."""
 
     var S: P[Self.state]
-    var q: P[Self.work]
-    var k: P[Self.work]
+    var q: P[F32]  # [T, KD], packed
+    var k: P[F32]
     var v: P[Self.work]
     var qkv_stride: Int
     var decay: P[Self.work]
@@ -72,8 +74,8 @@ struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
     def __init__(
         out self,
         S: P[Self.state],
-        q: P[Self.work],
-        k: P[Self.work],
+        q: P[F32],
+        k: P[F32],
         v: P[Self.work],
         qkv_stride: Int,
         decay: P[Self.work],
@@ -112,16 +114,36 @@ struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
         self.next = next
 
 
-def norms[
-    dtype: DType
-](q: P[dtype], k: P[dtype], stride: Int, T: Int, KD: Int, kinv: P[F32], qf: P[F32]):
+def pack[dtype: DType](source: P[dtype], stride: Int, T: Int, KD: Int, to: P[F32]):
+    """Tokens of one key head side by side: as they come they share the sets of the L1 cache."""
+    for t in range(T):
+        copy(to + t * KD, source + t * stride, KD)
+
+
+def norms(q: P[F32], k: P[F32], T: Int, KD: Int, kinv: P[F32], qf: P[F32]):
     """kinv = rsqrt(k.k + eps) and qf = rsqrt(q.q + eps) / sqrt(KD) of each token."""
     var root = sqrt(Float32(KD))
     for t in range(T):
-        var kt = k + t * stride
-        var qt = q + t * stride
+        var kt = k + t * KD
+        var qt = q + t * KD
         kinv[unsafe_offset=t] = rsqrt(dot(kt, kt, KD) + EPS)
         qf[unsafe_offset=t] = rsqrt(dot(qt, qt, KD) + EPS) / root
+
+
+@always_inline
+def expect[
+    work: DType, state: DType, ring: DType, NV: Int
+](w: Window[work, state, ring], t: Int, c: Int):
+    """Prefetches the lines of token t: they lie a whole token apart, so each is a miss, and a pass
+    is too long for the processor to see it coming."""
+    if t < w.T:
+        comptime for j in range(NV):
+            into_l1(w.v + t * w.qkv_stride + c + j * W)
+            into_l1_to_write(w.out + t * w.out_stride + c + j * W)
+            if w.records:
+                into_l1_to_write(w.factors + t * w.record_stride + c + j * W)
+        into_l1(w.decay + t * w.gate_stride)
+        into_l1(w.beta + t * w.gate_stride)
 
 
 @always_inline
@@ -165,6 +187,8 @@ def window_on_tile[
     var VD = w.VD
     var pf = next
 
+    expect[NV=NV](w, 0, c)
+    expect[NV=NV](w, 1, c)
     var kv = Array[Vector, NV](fill=Vector(0))
     var d = splat(w.decay, 0)
     var k = w.k
@@ -180,12 +204,13 @@ def window_on_tile[
         tp += TW
 
     for t in range(w.T - 1):
+        expect[NV=NV](w, t + 2, c)
         var f = delta_factors[partial=partial](w, t, c, n, kv)
         var out = Array[Vector, NV](fill=Vector(0))
         kv = Array[Vector, NV](fill=Vector(0))
-        k = w.k + t * w.qkv_stride
-        var k_next = k + w.qkv_stride
-        var q = w.q + t * w.qkv_stride
+        k = w.k + t * KD
+        var k_next = k + KD
+        var q = w.q + t * KD
         d = splat(w.decay, (t + 1) * w.gate_stride)
         tp = tile
 
@@ -215,8 +240,8 @@ def window_on_tile[
     var t = w.T - 1
     var f = delta_factors[partial=partial](w, t, c, n, kv)
     var out = Array[Vector, NV](fill=Vector(0))
-    k = w.k + t * w.qkv_stride
-    var q = w.q + t * w.qkv_stride
+    k = w.k + t * KD
+    var q = w.q + t * KD
     sp = w.S + c
     tp = tile
 
@@ -403,12 +428,30 @@ def recurrence[
     var total = row_costs * units
     var chunks = chunk_count(total // parts * KD * VD, active_rows * units)
 
+    @always_inline
+    def first_state(mark: Int) {imm} -> P[state]:
+        """The state of the first unit whose cost mark is mark or more."""
+        var row_mark = 0
+        for b in range(batch_size):
+            var T = tokens_of(b)
+            if takes_part(b, T):
+                var unit = (max(mark - row_mark, 0) + T) // (T + 1)
+                if unit < units:
+                    return pool + (Int(slot_idx[unsafe_offset=b]) * nv + unit // parts) * KD * VD
+                row_mark += (T + 1) * units
+        return pool
+
     def chunk(i: Int) {imm} -> None:
         """Runs the units whose first cost mark lies in [i, i + 1) of the chunks' shares."""
         var first = total * i // chunks
         var last = total * (i + 1) // chunks
-        var tile = alloc[Float32](KD * 2 * W + 2 * longest, alignment=64)
-        var kinv = tile + KD * 2 * W
+        # Chunks are handed out in order, so that after this one probably comes the one that is
+        # as many further as there are workers.
+        var after = first_state(total * min(i + workers(), chunks - 1) // chunks)
+        var tile = alloc[Float32](KD * 2 * W + 2 * longest * (KD + 1), alignment=64)
+        var k = tile + KD * 2 * W
+        var q = k + longest * KD
+        var kinv = q + longest * KD
         var qf = kinv + longest
         var mark = 0
         for b in range(batch_size):
@@ -430,16 +473,17 @@ def recurrence[
                 var part = unit % parts
                 var kh = h // group
                 var g = h % group
-                var q = qkv + start * conv_dim + kh * KD
-                var k = q + key_dim
                 var S = pool + (slot * nv + h) * KD * VD
-                var next = S
+                var next = after
                 if unit + 1 < end:
                     next = pool + (slot * nv + (unit + 1) // parts) * KD * VD
-                elif b + 1 < batch_size and takes_part(b + 1, tokens_of(b + 1)):
-                    next = pool + Int(slot_idx[unsafe_offset=b + 1]) * nv * KD * VD
+                elif mark < last:
+                    next = first_state(mark)
                 if kh != normed_head:
-                    norms(q, k, conv_dim, T, KD, kinv, qf)
+                    var queries = qkv + start * conv_dim + kh * KD
+                    pack(queries, conv_dim, T, KD, q)
+                    pack(queries + key_dim, conv_dim, T, KD, k)
+                    norms(q, k, T, KD, kinv, qf)
                     normed_head = kh
                 var record = ring_records
                 if records:
@@ -470,7 +514,7 @@ def recurrence[
                 if records and part == 0:
                     for t in range(T):
                         if g == 0:
-                            copy(record + t * record_stride, k + t * conv_dim, KD)
+                            copy(record + t * record_stride, k + t * KD, KD)
                         record[unsafe_offset=t * record_stride + layout.decay(g)] = Scalar[ring](
                             w.decay[unsafe_offset=t * nv]
                         )
