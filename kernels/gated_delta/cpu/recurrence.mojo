@@ -177,22 +177,26 @@ def put_out[
         )
 
 
-def window_on_tile[
+def window_on_tiles[
     work: DType, state: DType, ring: DType, NV: Int, partial: Bool
-](w: Window[work, state, ring], c: Int, n: Int, tile: P[F32], next: P[state]):
-    """Runs two or more tokens on columns [c, c + n), n <= NV * W, and prefetches from next on."""
+](w: Window[work, state, ring], first: Int, n: Int, count: Int, tile: P[F32]):
+    """Runs two or more tokens on count tiles of n <= NV * W columns, from column first on.
+
+    The pass of the last token on a tile loads the next tile, so that the traffic of both hides behind
+    the arithmetic.
+    """
     comptime TW = NV * W
     comptime LINES_PER_ROW = max(TW // LINE[state], 1)
     var KD = w.KD
     var VD = w.VD
-    var pf = next
+    var last = w.T - 1
 
-    expect[NV=NV](w, 0, c)
-    expect[NV=NV](w, 1, c)
     var kv = Array[Vector, NV](fill=Vector(0))
+    expect[NV=NV](w, 0, first)
+    expect[NV=NV](w, 1, first)
     var d = splat(w.decay, 0)
     var k = w.k
-    var sp = w.S + c
+    var sp = w.S + first
     var tp = tile
     for r in range(KD):
         var kr = splat(k, r)
@@ -203,79 +207,88 @@ def window_on_tile[
         sp += VD
         tp += TW
 
-    for t in range(w.T - 1):
-        expect[NV=NV](w, t + 2, c)
-        var f = delta_factors[partial=partial](w, t, c, n, kv)
+    for i in range(count):
+        var c = first + i * TW
+        var pf = w.next + c * KD
+        for t in range(last):
+            expect[NV=NV](w, t + 2, c)
+            var f = delta_factors[partial=partial](w, t, c, n, kv)
+            var out = Array[Vector, NV](fill=Vector(0))
+            kv = Array[Vector, NV](fill=Vector(0))
+            k = w.k + t * KD
+            var k_next = k + KD
+            var q = w.q + t * KD
+            d = splat(w.decay, (t + 1) * w.gate_stride)
+            tp = tile
+
+            @always_inline
+            def step(r: Int) {imm k, imm k_next, imm q, imm d, imm f, mut out, mut kv, mut tp}:
+                var kr = splat(k, r)
+                var knr = splat(k_next, r)
+                var qr = splat(q, r)
+                comptime for j in range(NV):
+                    var x = fma(kr, f[j], tp.load[width=W](j * W))
+                    out[j] = fma(x, qr, out[j])
+                    var s = x * d
+                    tp.store(j * W, s)
+                    kv[j] = fma(s, knr, kv[j])
+                tp += TW
+
+            if t < LINES_PER_ROW:
+                for r in range(KD):
+                    into_l2(pf)
+                    pf += LINE[state]
+                    step(r)
+            else:
+                for r in range(KD):
+                    step(r)
+            put_out[partial=partial](w, t, c, n, out)
+
+        # The last token, and in the same pass the load of the tile that follows.
+        var f = delta_factors[partial=partial](w, last, c, n, kv)
         var out = Array[Vector, NV](fill=Vector(0))
         kv = Array[Vector, NV](fill=Vector(0))
-        k = w.k + t * KD
-        var k_next = k + KD
-        var q = w.q + t * KD
-        d = splat(w.decay, (t + 1) * w.gate_stride)
+        k = w.k + last * KD
+        var q = w.q + last * KD
+        sp = w.S + c
         tp = tile
 
         @always_inline
-        def step(r: Int) {imm k, imm k_next, imm q, imm d, imm f, mut out, mut kv, mut tp}:
+        def finish[
+            write: Bool, load_next: Bool
+        ](r: Int) {
+            imm w, imm k, imm q, imm d, imm f, imm VD, imm n, mut out, mut kv, mut sp, mut tp
+        }:
             var kr = splat(k, r)
-            var knr = splat(k_next, r)
             var qr = splat(q, r)
             comptime for j in range(NV):
                 var x = fma(kr, f[j], tp.load[width=W](j * W))
                 out[j] = fma(x, qr, out[j])
-                var s = x * d
-                tp.store(j * W, s)
-                kv[j] = fma(s, knr, kv[j])
+                comptime if write:
+                    store[partial=partial and j == NV - 1](sp + j * W, x, n - j * W)
+                comptime if load_next:
+                    var s = load[partial=False](sp + TW + j * W, W) * d
+                    tp.store(j * W, s)
+                    kv[j] = fma(s, splat(w.k, r), kv[j])
+            sp += VD
             tp += TW
 
-        if t < LINES_PER_ROW:
-            for r in range(KD):
-                into_l2(pf)
-                pf += LINE[state]
-                step(r)
-        else:
-            for r in range(KD):
-                step(r)
-        put_out[partial=partial](w, t, c, n, out)
-
-    var t = w.T - 1
-    var f = delta_factors[partial=partial](w, t, c, n, kv)
-    var out = Array[Vector, NV](fill=Vector(0))
-    k = w.k + t * KD
-    var q = w.q + t * KD
-    sp = w.S + c
-    tp = tile
-
-    @always_inline
-    def last_step[
-        write: Bool
-    ](r: Int) {imm k, imm q, imm f, imm VD, imm n, mut out, mut sp, mut tp}:
-        var kr = splat(k, r)
-        var qr = splat(q, r)
-        comptime for j in range(NV):
-            var x = fma(kr, f[j], tp.load[width=W](j * W))
-            out[j] = fma(x, qr, out[j])
-            comptime if write:
-                store[partial=partial and j == NV - 1](sp + j * W, x, n - j * W)
-        sp += VD
-        tp += TW
-
-    # The second half of the prefetch, if the window was too short for it.
-    var lines = KD if t < LINES_PER_ROW else 0
-    if w.records:
-        for r in range(lines):
-            into_l2(pf)
-            pf += LINE[state]
-            last_step[False](r)
-        for r in range(lines, KD):
-            last_step[False](r)
-    else:
-        for r in range(lines):
-            into_l2(pf)
-            pf += LINE[state]
-            last_step[True](r)
-        for r in range(lines, KD):
-            last_step[True](r)
-    put_out[partial=partial](w, t, c, n, out)
+        # The second half of the prefetch, if the window was too short for it.
+        var lines = KD if last < LINES_PER_ROW else 0
+        d = splat(w.decay, 0)
+        comptime for write in [False, True]:
+            comptime for load_next in [False, True]:
+                if write != w.records and load_next == (i + 1 < count):
+                    comptime if load_next:
+                        expect[NV=NV](w, 0, c + TW)
+                        expect[NV=NV](w, 1, c + TW)
+                    for r in range(lines):
+                        into_l2(pf)
+                        pf += LINE[state]
+                        finish[write, load_next](r)
+                    for r in range(lines, KD):
+                        finish[write, load_next](r)
+        put_out[partial=partial](w, last, c, n, out)
 
 
 def token_on_rows[
@@ -342,14 +355,15 @@ def window_on_columns[
             c += W
         return
     if w.KD * 2 * W * 4 <= TILE_BYTES:
-        while c1 - c >= 2 * W:
-            window_on_tile[NV=2, partial=False](w, c, 2 * W, tile, w.next + c * w.KD)
-            c += 2 * W
+        var count = (c1 - c) // (2 * W)
+        if count > 0:
+            window_on_tiles[NV=2, partial=False](w, c, 2 * W, count, tile)
+            c += count * 2 * W
         if c1 - c > W:
-            window_on_tile[NV=2, partial=True](w, c, c1 - c, tile, w.next + c * w.KD)
+            window_on_tiles[NV=2, partial=True](w, c, c1 - c, 1, tile)
             return
     while c < c1:
-        window_on_tile[NV=1, partial=True](w, c, min(c1 - c, W), tile, w.next + c * w.KD)
+        window_on_tiles[NV=1, partial=True](w, c, min(c1 - c, W), 1, tile)
         c += W
 
 
