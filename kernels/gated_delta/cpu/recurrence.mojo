@@ -18,11 +18,10 @@ prefetched meanwhile, one line a row: more at once would stall the passes.
 """
 
 from std.math import fma, rsqrt, sqrt
-from std.memory import alloc
 
 from ..checks import HeadGeometry, PADDING
 from ..ring import RecordLayout
-from .schedule import chunk_count, parts_per_item, run_chunks, workers
+from .schedule import chunk_count, parts_per_item, run_chunks
 from .vector import (
     copy,
     dot,
@@ -455,14 +454,11 @@ def recurrence[
                 row_mark += (T + 1) * units
         return pool
 
-    def chunk(i: Int) {imm} -> None:
+    def chunk(i: Int, next_chunk: Int, tile: P[F32]) {imm} -> None:
         """Runs the units whose first cost mark lies in [i, i + 1) of the chunks' shares."""
         var first = total * i // chunks
         var last = total * (i + 1) // chunks
-        # Chunks are handed out in order, so that after this one probably comes the one that is
-        # as many further as there are workers.
-        var after = first_state(total * min(i + workers(), chunks - 1) // chunks)
-        var tile = alloc[Float32](KD * 2 * W + 2 * longest * (KD + 1), alignment=64)
+        var after = first_state(total * min(next_chunk, chunks - 1) // chunks)
         var k = tile + KD * 2 * W
         var q = k + longest * KD
         var kinv = q + longest * KD
@@ -533,6 +529,5 @@ def recurrence[
                             w.decay[unsafe_offset=t * nv]
                         )
                 window_on_columns(w, c0, min(c0 + part_columns, VD), tile)
-        tile.unsafe_free()
 
-    run_chunks(chunk, chunks)
+    run_chunks(chunk, chunks, KD * 2 * W + 2 * longest * (KD + 1))
