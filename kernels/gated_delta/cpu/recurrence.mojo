@@ -1,5 +1,7 @@
 """The gated delta rule on the CPU: the plain recurrence and the verify over a ring, one token step for both.
 
+This is the exact form, token by token, and what it shares with the block form of block.mojo.
+
 Value columns of a state are independent, and each sum over key rows runs in ascending order with one
 fma a row and one accumulator a column. So the bits depend on no tile width, vector width, window
 length, thread count or other row.
@@ -17,163 +19,19 @@ instead, and recomputes S * d rather than storing it. The bytes of the head that
 prefetched meanwhile, one line a row: more at once would stall the passes.
 """
 
-from std.math import fma, rsqrt, sqrt
+from std.math import fma
 
 from ..checks import HeadGeometry, PADDING
 from ..ring import RecordLayout
+from .block import block_coefficients, block_on_columns, block_products, COEFFICIENTS, PRODUCTS
 from .schedule import chunk_count, parts_per_item, run_chunks
-from .vector import (
-    copy,
-    dot,
-    F32,
-    fill_zero,
-    into_l1,
-    into_l1_to_write,
-    into_l2,
-    LINE,
-    load,
-    P,
-    splat,
-    store,
-    Vector,
-    W,
-)
+from .vector import copy, F32, fill_zero, into_l2, LINE, load, P, splat, store, Vector, W
+from .window import delta_factors, expect, norms, pack, put_out, Window
 
-comptime EPS = Float32(1e-6)
 # Bytes of a tile: well inside a 32 KB L1, beside the keys and queries of a window.
 comptime TILE_BYTES = 24 * 1024
 # Vectors of a row held at once (kv, then delta factors and readout): as the registers allow.
 comptime ROW_VECTORS = 8 if W >= 16 else 4
-
-
-struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
-    """One row's tokens as one value head sees them."""
-
-    var S: P[Self.state]
-    var q: P[F32]  # [T, KD], packed
-    var k: P[F32]
-    var v: P[Self.work]
-    var qkv_stride: Int
-    var decay: P[Self.work]
-    var beta: P[Self.work]
-    var gate_stride: Int
-    var kinv: P[F32]
-    var qf: P[F32]
-    var out: P[Self.work]
-    var out_stride: Int
-    var records: Bool  # into the ring; else the state is replaced
-    var factors: P[Self.ring]  # the head's delta factors in the row's first record
-    var record_stride: Int
-    var T: Int
-    var KD: Int
-    var VD: Int
-    var next: P[Self.state]  # the state that this chunk reads after this one
-
-    @always_inline
-    def __init__(
-        out self,
-        S: P[Self.state],
-        q: P[F32],
-        k: P[F32],
-        v: P[Self.work],
-        qkv_stride: Int,
-        decay: P[Self.work],
-        beta: P[Self.work],
-        gate_stride: Int,
-        kinv: P[F32],
-        qf: P[F32],
-        out_: P[Self.work],
-        out_stride: Int,
-        records: Bool,
-        factors: P[Self.ring],
-        record_stride: Int,
-        T: Int,
-        KD: Int,
-        VD: Int,
-        next: P[Self.state],
-    ):
-        self.S = S
-        self.q = q
-        self.k = k
-        self.v = v
-        self.qkv_stride = qkv_stride
-        self.decay = decay
-        self.beta = beta
-        self.gate_stride = gate_stride
-        self.kinv = kinv
-        self.qf = qf
-        self.out = out_
-        self.out_stride = out_stride
-        self.records = records
-        self.factors = factors
-        self.record_stride = record_stride
-        self.T = T
-        self.KD = KD
-        self.VD = VD
-        self.next = next
-
-
-def pack[dtype: DType](source: P[dtype], stride: Int, T: Int, KD: Int, to: P[F32]):
-    """Tokens of one key head side by side: as they come they share the sets of the L1 cache."""
-    for t in range(T):
-        copy(to + t * KD, source + t * stride, KD)
-
-
-def norms(q: P[F32], k: P[F32], T: Int, KD: Int, kinv: P[F32], qf: P[F32]):
-    """kinv = rsqrt(k.k + eps) and qf = rsqrt(q.q + eps) / sqrt(KD) of each token."""
-    var root = sqrt(Float32(KD))
-    for t in range(T):
-        var kt = k + t * KD
-        var qt = q + t * KD
-        kinv[unsafe_offset=t] = rsqrt(dot(kt, kt, KD) + EPS)
-        qf[unsafe_offset=t] = rsqrt(dot(qt, qt, KD) + EPS) / root
-
-
-@always_inline
-def expect[
-    work: DType, state: DType, ring: DType, NV: Int
-](w: Window[work, state, ring], t: Int, c: Int):
-    """Prefetches the lines of token t: they lie a whole token apart, so each is a miss, and a pass
-    is too long for the processor to see it coming."""
-    if t < w.T:
-        comptime for j in range(NV):
-            into_l1(w.v + t * w.qkv_stride + c + j * W)
-            into_l1_to_write(w.out + t * w.out_stride + c + j * W)
-            if w.records:
-                into_l1_to_write(w.factors + t * w.record_stride + c + j * W)
-        into_l1(w.decay + t * w.gate_stride)
-        into_l1(w.beta + t * w.gate_stride)
-
-
-@always_inline
-def delta_factors[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
-](w: Window[work, state, ring], t: Int, c: Int, n: Int, kv: Array[Vector, NV]) -> Array[Vector, NV]:
-    """The delta factor beta * (v - kv * kinv) * kinv of token t on columns [c, c + n)."""
-    var kinv = w.kinv[unsafe_offset=t]
-    var beta = Float32(w.beta[unsafe_offset=t * w.gate_stride])
-    var f = Array[Vector, NV](fill=Vector(0))
-    comptime for j in range(NV):
-        comptime tail = partial and j == NV - 1
-        var v = load[partial=tail](w.v + t * w.qkv_stride + c + j * W, n - j * W)
-        f[j] = (beta * fma(-kv[j], Vector(kinv), v)) * kinv
-    if w.records:
-        comptime for j in range(NV):
-            store[partial=partial and j == NV - 1](
-                w.factors + t * w.record_stride + c + j * W, f[j], n - j * W
-            )
-    return f^
-
-
-@always_inline
-def put_out[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
-](w: Window[work, state, ring], t: Int, c: Int, n: Int, sums: Array[Vector, NV]):
-    var qf = w.qf[unsafe_offset=t]
-    comptime for j in range(NV):
-        store[partial=partial and j == NV - 1](
-            w.out + t * w.out_stride + c + j * W, sums[j] * qf, n - j * W
-        )
 
 
 def window_on_tiles[
@@ -367,7 +225,7 @@ def window_on_columns[
 
 
 def recurrence[
-    work: DType, state: DType, ring: DType
+    work: DType, state: DType, ring: DType, block: Bool
 ](
     geometry: HeadGeometry,
     out_: P[work],
@@ -463,6 +321,8 @@ def recurrence[
         var q = k + longest * KD
         var kinv = q + longest * KD
         var qf = kinv + longest
+        var products = qf + longest
+        var coefficients = products + longest * PRODUCTS
         var mark = 0
         for b in range(batch_size):
             var T = tokens_of(b)
@@ -494,6 +354,8 @@ def recurrence[
                     pack(queries, conv_dim, T, KD, q)
                     pack(queries + key_dim, conv_dim, T, KD, k)
                     norms(q, k, T, KD, kinv, qf)
+                    comptime if block:
+                        block_products(q, k, T, KD, products)
                     normed_head = kh
                 var record = ring_records
                 if records:
@@ -528,6 +390,14 @@ def recurrence[
                         record[unsafe_offset=t * record_stride + layout.decay(g)] = Scalar[ring](
                             w.decay[unsafe_offset=t * nv]
                         )
-                window_on_columns(w, c0, min(c0 + part_columns, VD), tile)
+                var c1 = min(c0 + part_columns, VD)
+                comptime if block:
+                    block_coefficients(w, products, coefficients)
+                    block_on_columns(w, coefficients, c0, c1, tile)
+                else:
+                    window_on_columns(w, c0, c1, tile)
 
-    run_chunks(chunk, chunks, KD * 2 * W + 2 * longest * (KD + 1))
+    var scratch = KD * 2 * W + 2 * longest * (KD + 1)
+    comptime if block:
+        scratch += longest * (PRODUCTS + COEFFICIENTS)
+    run_chunks(chunk, chunks, scratch)

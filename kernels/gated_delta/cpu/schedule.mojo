@@ -37,9 +37,7 @@ def parts_per_item(items: Int, max_parts: Int) -> Int:
 
 
 @always_inline
-def run_chunks[
-    Body: def(Int, Int, P[F32]) -> None
-](body: Body, chunks: Int, scratch_elements: Int):
+def run_chunks[Body: def(Int, Int, P[F32]) -> None](body: Body, chunks: Int, scratch_elements: Int):
     """Runs body(chunk, next, scratch) for each chunk.
 
     Next is the chunk that the same worker runs after this one; chunks or more if there is none.
