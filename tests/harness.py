@@ -123,15 +123,25 @@ class Ops:
         )
         rollback = [tensor("M", "C_back"), ids("B1_back"), drafts()]
         add_graph(module, "conv_verify", conv_verify, [*conv, *rollback])
-        rows = [ids("B"), ids("B1")]
-        add_graph(module, "plain", ops.gated_delta_recurrence_fwd, [*recurrence, *rows])
-        add_graph(
-            module,
-            "verify",
-            ops.gated_delta_recurrence_verify_ring_fwd,
-            [*recurrence, ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
-        )
-        add_graph(module, "fold", ops.gated_delta_state_fold, [recurrence[3], ring, *table])
+        for algorithm in ("exact", "block"):
+            add_graph(
+                module,
+                f"plain_{algorithm}",
+                partial(ops.gated_delta_recurrence_fwd, algorithm=algorithm),
+                [*recurrence, ids("B"), ids("B1")],
+            )
+            add_graph(
+                module,
+                f"verify_{algorithm}",
+                partial(ops.gated_delta_recurrence_verify_ring_fwd, algorithm=algorithm),
+                [*recurrence, ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
+            )
+            add_graph(
+                module,
+                f"fold_{algorithm}",
+                partial(ops.gated_delta_state_fold, algorithm=algorithm),
+                [recurrence[3], ring, *table],
+            )
         conv_ring = buffer(self.dtype, "ring_rows", "R", "C_ring")
         add_graph(
             module,
@@ -201,9 +211,17 @@ class Ops:
         run(self.models["conv_fold"], state, ring, *table)
 
     def plain(
-        self, qkv: Array, decay: Array, beta: Array, state: Pool, slots: Any, offsets: Any
+        self,
+        qkv: Array,
+        decay: Array,
+        beta: Array,
+        state: Pool,
+        slots: Any,
+        offsets: Any,
+        algorithm: str = "exact",
     ) -> Array:
-        return run(self.models["plain"], qkv, decay, beta, state, u32(slots), u32(offsets))[0]
+        model = self.models[f"plain_{algorithm}"]
+        return run(model, qkv, decay, beta, state, u32(slots), u32(offsets))[0]
 
     def verify(
         self,
@@ -216,9 +234,10 @@ class Ops:
         ring_slots: Any,
         offsets: Any,
         k: int,
+        algorithm: str = "exact",
     ) -> Array:
         return run(
-            self.models["verify"],
+            self.models[f"verify_{algorithm}"],
             qkv,
             decay,
             beta,
@@ -231,10 +250,17 @@ class Ops:
         )[0]
 
     def fold(
-        self, state: Pool, ring: Pool, row_ids: Any, ring_row_ids: Any, accepted: Any, k: int
+        self,
+        state: Pool,
+        ring: Pool,
+        row_ids: Any,
+        ring_row_ids: Any,
+        accepted: Any,
+        k: int,
+        algorithm: str = "exact",
     ) -> None:
         run(
-            self.models["fold"],
+            self.models[f"fold_{algorithm}"],
             state,
             ring,
             u32(row_ids),

@@ -64,6 +64,17 @@ struct HeadRecords[ring: DType, block: Bool](TrivialRegisterPassable):
             return f
 
     @always_inline
+    def expect(self, KD: Int, VD: Int):
+        """Prefetches the records: the ring is as far away as the state."""
+        for r in range(min(self.count, MAX_HELD_RECORDS)):
+            var record = self.record + r * self.stride
+            for c in range(0, VD, LINE[Self.ring]):
+                into_l2(record + self.factor_offset + c)
+            for row in range(0, KD, LINE[Self.ring]):
+                into_l2(record + row)
+            into_l2(record + self.decay_offset)
+
+    @always_inline
     def _scale(self, s: Int, t: Int) -> Float32:
         return scale_between(self.record + self.decay_offset, self.stride, s, t)
 
@@ -190,30 +201,37 @@ def state_fold[
 
     @always_inline
     def state_of(item: Int) {imm} -> P[state]:
-        # Only for a prefetch, so the row may be one that takes no part.
         return pool + (Int(row_ids[unsafe_offset=item // nv]) * nv + item % nv) * KD * VD
+
+    @always_inline
+    def records_of(item: Int) {imm} -> HeadRecords[ring, block]:
+        var h = item % nv
+        var ring_row = Int(ring_row_ids[unsafe_offset=item // nv])
+        return HeadRecords[ring, block](
+            ring_records + (ring_row * nk + h // group) * ring_len * record_stride,
+            record_stride,
+            layout.delta_factor(h % group),
+            layout.decay(h % group),
+            Int(num_accepted[unsafe_offset=item // nv % batch_size]),
+        )
+
+    @always_inline
+    def takes_part(item: Int) {imm} -> Bool:
+        var a = Int(num_accepted[unsafe_offset=item // nv % batch_size])
+        var row = row_ids[unsafe_offset=item // nv]
+        var ring_row = ring_row_ids[unsafe_offset=item // nv]
+        return 0 < a <= ring_len and row != PADDING and ring_row != PADDING
 
     def chunk(i: Int, next_chunk: Int, _scratch: P[F32]) {imm} -> None:
         var first = items * i // chunks
         var last = items * (i + 1) // chunks
-        var after = state_of(items * min(next_chunk, chunks - 1) // chunks)
         for item in range(first, last):
-            var table = item // nv
-            var h = item % nv
-            var a = Int(num_accepted[unsafe_offset=table % batch_size])
-            var row = row_ids[unsafe_offset=table]
-            var ring_row = ring_row_ids[unsafe_offset=table]
-            if a == 0 or a > ring_len or row == PADDING or ring_row == PADDING:
+            if not takes_part(item):
                 continue
-            var g = h % group
-            var records = HeadRecords[ring, block](
-                ring_records + (Int(ring_row) * nk + h // group) * ring_len * record_stride,
-                record_stride,
-                layout.delta_factor(g),
-                layout.decay(g),
-                a,
-            )
-            var next = state_of(item + 1) if item + 1 < last else after
-            fold_head(pool + (Int(row) * nv + h) * KD * VD, KD, VD, records, next)
+            var next = item + 1 if item + 1 < last else items * next_chunk // chunks
+            if next >= items or not takes_part(next):
+                next = item
+            records_of(next).expect(KD, VD)
+            fold_head(state_of(item), KD, VD, records_of(item), state_of(next))
 
     run_chunks(chunk, chunks, 0)
