@@ -24,7 +24,7 @@ from std.math import fma
 from ..checks import HeadGeometry, PADDING
 from ..ring import RecordLayout
 from .block import block_coefficients, block_on_columns, block_products, COEFFICIENTS, PRODUCTS
-from .schedule import chunk_count, parts_per_item, run_chunks
+from .schedule import chunk_count, MIN_CHUNK_COST, parts_per_item, run_chunks
 from .vector import copy, F32, fill_zero, into_l2, LINE, load, P, splat, store, Vector, W
 from .window import delta_factors, expect, norms, pack, put_out, Window
 
@@ -295,25 +295,30 @@ def recurrence[
     var parts = parts_per_item(active_rows * nv, (VD + 2 * W - 1) // (2 * W))
     var part_columns = ((VD + parts - 1) // parts + 2 * W - 1) // (2 * W) * (2 * W)
     parts = (VD + part_columns - 1) // part_columns
-    var units = nv * parts
-    var total = row_costs * units
-    var chunks = chunk_count(total // parts * KD * VD, active_rows * units)
+    # Heads that share a key are claimed together, and share its packing, unless that is too coarse.
+    var grain = 1
+    if parts == 1 and group * (longest + 1) * KD * VD <= 2 * MIN_CHUNK_COST:
+        grain = group
+    var pieces = nv * parts // grain
+    var total = row_costs * pieces
+    var chunks = chunk_count(row_costs * nv * KD * VD, active_rows * pieces)
 
     @always_inline
     def first_state(mark: Int) {imm} -> P[state]:
-        """The state of the first unit whose cost mark is mark or more."""
+        """The state of the first piece whose cost mark is mark or more."""
         var row_mark = 0
         for b in range(batch_size):
             var T = tokens_of(b)
             if takes_part(b, T):
-                var unit = (max(mark - row_mark, 0) + T) // (T + 1)
-                if unit < units:
-                    return pool + (Int(slot_idx[unsafe_offset=b]) * nv + unit // parts) * KD * VD
-                row_mark += (T + 1) * units
+                var piece = (max(mark - row_mark, 0) + T) // (T + 1)
+                if piece < pieces:
+                    var head = Int(slot_idx[unsafe_offset=b]) * nv + piece * grain // parts
+                    return pool + head * KD * VD
+                row_mark += (T + 1) * pieces
         return pool
 
     def chunk(i: Int, next_chunk: Int, tile: P[F32]) {imm} -> None:
-        """Runs the units whose first cost mark lies in [i, i + 1) of the chunks' shares."""
+        """Runs the pieces whose first cost mark lies in [i, i + 1) of the chunks' shares."""
         var first = total * i // chunks
         var last = total * (i + 1) // chunks
         var after = first_state(total * min(next_chunk, chunks - 1) // chunks)
@@ -329,9 +334,9 @@ def recurrence[
             if not takes_part(b, T):
                 continue
             var cost = T + 1
-            var begin = max((first - mark + cost - 1) // cost, 0)
-            var end = min((last - mark + cost - 1) // cost, units)
-            mark += cost * units
+            var begin = max((first - mark + cost - 1) // cost, 0) * grain
+            var end = min((last - mark + cost - 1) // cost, pieces) * grain
+            mark += cost * pieces
             if begin >= end:
                 continue
             var start = Int(offsets[unsafe_offset=b])
