@@ -16,10 +16,11 @@ uint32 cannot hold is refused like any other id outside its pool. Aliased rows a
 write to the row they share is unspecified.
 
 The recurrence has two algorithms. "exact" goes token by token: a verify, its fold and the plain op
-agree to the bit however a row is cut into calls. "block" reads the state once for four tokens and
-solves for their factors: faster on a GPU that is bound by instructions. It agrees to the bit with
-itself, when the plain op runs the tokens of the window in one call; it differs from "exact", and
-from a row cut elsewhere, in the last bits. It has GPU kernels only.
+agree to the bit however a row is cut into calls. "block" takes a row four tokens at a time: it
+reads the state once for their products with it and solves for their factors, which is fewer
+operations. A block verify, its block fold and the block plain op over the accepted tokens in one
+call agree to the bit with each other; they differ from "exact", and from a row cut elsewhere into
+calls, in the last bits. Give the fold the algorithm of the verify that filled the ring.
 
 All arithmetic is float32. Pools may be float32, bfloat16 or float16; a ring must be
 float32 for the fold to be exact.
@@ -217,7 +218,7 @@ def gated_delta_recurrence_fwd(
         device,
         [qkv, decay, beta, recurrent_state, slots, offsets],
         _recurrence_output(qkv, recurrent_state, device),
-        _algorithm(op, algorithm, device),
+        _algorithm(op, algorithm),
     )
     return result
 
@@ -285,7 +286,7 @@ def gated_delta_recurrence_verify_ring_fwd(
         device,
         [qkv, decay, beta, recurrent_state, ring, slots, ring_slots, offsets, width],
         _recurrence_output(qkv, recurrent_state, device),
-        _algorithm(op, algorithm, device),
+        _algorithm(op, algorithm),
     )
     return result
 
@@ -297,6 +298,8 @@ def gated_delta_state_fold(
     ring_row_ids: TensorValueLike,
     num_accepted: TensorValueLike,
     verify_width: TensorValue,
+    *,
+    algorithm: str = "exact",
 ) -> None:
     """Folds accepted records into the state of every layer in one launch.
 
@@ -315,6 +318,7 @@ def gated_delta_state_fold(
             more than the ring length (it committed itself), is neither read nor written. A count
             above what the verify recorded folds whatever the ring holds.
         verify_width: int64 [K] on the CPU, see verify_width_operand.
+        algorithm: That of the verify, "exact" or "block", see the module.
     """
     op = "gated_delta_state_fold"
     device = _pool_device(op, "recurrent_state", recurrent_state, 4)
@@ -326,7 +330,13 @@ def gated_delta_state_fold(
         _check_fold(op, recurrent_state, ring, width)
         _require_head_dims(op, recurrent_state, device)
         _require_compiled(op, "ring", ring, 2, device, 1, _MAX_GPU_RING_LEN)
-    _add(op, device, [recurrent_state, ring, rows, ring_rows, accepted, width], None)
+    _add(
+        op,
+        device,
+        [recurrent_state, ring, rows, ring_rows, accepted, width],
+        None,
+        _algorithm(op, algorithm),
+    )
 
 
 def gated_delta_conv1d_verify_ring_fwd(
@@ -801,12 +811,10 @@ def _shape(value: TensorValue | BufferValue) -> str:
     return f"[{', '.join(str(dim) for dim in value.shape)}]"
 
 
-def _algorithm(op: str, algorithm: str, device: DeviceRef) -> dict[str, Any]:
+def _algorithm(op: str, algorithm: str) -> dict[str, Any]:
     """The op's parameters for an algorithm."""
     if algorithm not in ("exact", "block"):
         _fail(op, "algorithm", f"is {algorithm!r}", '"exact" or "block"')
-    if algorithm == "block" and device.is_cpu():
-        _fail(op, "algorithm", f'is "block" on {device}', '"exact": block has GPU kernels only')
     return {"block": algorithm == "block"}
 
 

@@ -35,7 +35,6 @@ from .gpu.gates import gates_gpu
 from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 
 comptime NO_SILU = "the conv's GPU kernels have no SiLU: put the graph's own after the op"
-comptime NO_BLOCK = "the block form has no CPU kernel"
 
 
 def run_conv[
@@ -184,13 +183,12 @@ struct GatedDeltaRecurrenceFwd[block: Bool = False]:
             input_row_offsets.shape(),
         )
         comptime if is_cpu[target]():
-            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
             check_offsets(OP, offsets, batch_size, num_tokens)
             check_row_ids(OP, "slot_idx", slots, offsets, batch_size, recurrent_state.dim_size(0))
             # Without a ring: no row is short enough to record.
-            recurrence(
+            recurrence[block=Self.block](
                 geometry,
                 untracked(recurrence_output.unsafe_ptr()),
                 untracked(qkv_conv_output.unsafe_ptr()),
@@ -259,7 +257,6 @@ struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
             check_ring(OP, geometry, ring.shape(), drafts)
             check_ring_rows(OP, slot_idx.shape(), ring_slot_idx.shape())
         comptime if is_cpu[target]():
-            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var ring_slots = untracked(ring_slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
@@ -269,7 +266,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
                 check_row_ids(
                     OP, "ring_slot_idx", ring_slots, offsets, batch_size, ring.dim_size(0)
                 )
-            recurrence(
+            recurrence[block=Self.block](
                 geometry,
                 untracked(recurrence_output.unsafe_ptr()),
                 untracked(qkv_conv_output.unsafe_ptr()),
@@ -317,7 +314,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
 
 
 @extensibility.register("gated_delta_state_fold")
-struct GatedDeltaStateFold:
+struct GatedDeltaStateFold[block: Bool = False]:
     @staticmethod
     def execute[
         state_dtype: DType, ring_dtype: DType, target: StaticString
@@ -370,7 +367,7 @@ struct GatedDeltaStateFold:
                 ring.dim_size(0),
                 ring_len,
             )
-            state_fold(
+            state_fold[block=Self.block](
                 geometry,
                 untracked(recurrent_state.unsafe_ptr()),
                 untracked(ring.unsafe_ptr()),

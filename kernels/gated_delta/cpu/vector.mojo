@@ -37,6 +37,19 @@ def into_l2[dtype: DType](p: P[dtype]):
 
 
 @always_inline
+def into_l1[dtype: DType](p: P[dtype]):
+    """Asks for the line at p, read within the next pass over a state."""
+    prefetch[PrefetchOptions().for_read().high_locality()](p)
+
+
+@always_inline
+def into_l1_to_write[dtype: DType](p: P[dtype]):
+    """Asks for the line at p, written soon: stores retire in order, and one that has to wait for
+    its line holds up all those of the pass behind it."""
+    prefetch[PrefetchOptions().for_write().high_locality()](p)
+
+
+@always_inline
 def lanes_below(n: Int) -> SIMD[DType.bool, W]:
     return iota[DType.int32, W]().lt(SIMD[DType.int32, W](Int32(n)))
 
