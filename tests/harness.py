@@ -150,6 +150,18 @@ class Ops:
             [*conv[:3], conv_ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
         )
         add_graph(module, "conv_fold", ops.gated_delta_conv1d_fold, [conv[2], conv_ring, *table])
+        silu = partial(ops.gated_delta_conv1d_fwd, activation="silu")
+        add_graph(module, "conv_silu", silu, conv)
+        add_graph(
+            module,
+            "conv_verify_silu",
+            conv_verify_silu,
+            [*conv[:3], conv_ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
+        )
+        logits = (TensorType(self.dtype, [f"N_{x}", f"nv_{x}"], DeviceRef.CPU()) for x in "ab")
+        add_graph(
+            module, "gates", ops.gated_delta_gates, [*logits, tensor("nv_A"), tensor("nv_bias")]
+        )
         return self.session.load_all(module, custom_extensions=[kernel_library()])
 
     def conv(
@@ -203,6 +215,29 @@ class Ops:
         model = self.models["conv_verify_ring"]
         rows = (u32(slots), u32(ring_slots), u32(offsets), np.zeros(k, np.int64))
         return run(model, x, weight, state, ring, *rows)[0]
+
+    def conv_silu(self, x: Array, weight: Array, state: Pool, slots: Any, offsets: Any) -> Array:
+        return run(self.models["conv_silu"], x, weight, state, u32(slots), u32(offsets))[0]
+
+    def conv_verify_silu(
+        self,
+        x: Array,
+        weight: Array,
+        state: Pool,
+        ring: Pool,
+        slots: Any,
+        ring_slots: Any,
+        offsets: Any,
+        k: int,
+    ) -> tuple[Array, Array]:
+        """The verify that is committed by a rollback, then the one that records in the ring."""
+        rows = (u32(slots), u32(ring_slots), u32(offsets), np.zeros(k, np.int64))
+        launch, ring_launch = run(self.models["conv_verify_silu"], x, weight, state, ring, *rows)
+        return launch, ring_launch
+
+    def gates(self, a: Pool, b: Pool, A_log: Array, dt_bias: Array) -> tuple[Array, Array]:
+        decay, beta = run(self.models["gates"], a, b, A_log, dt_bias)
+        return decay, beta
 
     def conv_fold(
         self, state: Pool, ring: Pool, row_ids: Any, ring_row_ids: Any, accepted: Any, k: int
@@ -296,6 +331,27 @@ def conv_verify(
     return (
         launch(x, w, state, slots, offsets, width, rollback=False),
         launch(kept_x, w, state, slots, kept_offsets, width, rollback=True),
+    )
+
+
+def conv_verify_silu(
+    x: Any,
+    w: Any,
+    state: Any,
+    ring: Any,
+    slots: Any,
+    ring_slots: Any,
+    offsets: Any,
+    width: Any,
+) -> tuple[Any, Any]:
+    """Both convs of a verify, activated."""
+    return (
+        ops.gated_delta_conv1d_verify_fwd(
+            x, w, state, slots, offsets, width, rollback=False, activation="silu"
+        ),
+        ops.gated_delta_conv1d_verify_ring_fwd(
+            x, w, state, ring, slots, ring_slots, offsets, width, activation="silu"
+        ),
     )
 
 

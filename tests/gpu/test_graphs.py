@@ -30,8 +30,10 @@ def types(geometry: GatedDeltaGeometry) -> dict[str, TensorType | BufferType]:
         "x": TensorType(DType.float32, ["N", g.conv_dim], GPU),
         "weight": TensorType(DType.float32, [g.conv_dim, g.conv_width], GPU),
         "conv_state": BufferType(DType.bfloat16, ["slots", g.conv_dim, g.conv_width - 1], GPU),
-        "decay": TensorType(DType.float32, ["N", g.num_value_heads], GPU),
-        "beta": TensorType(DType.float32, ["N", g.num_value_heads], GPU),
+        "a": TensorType(DType.bfloat16, ["N", g.num_value_heads], GPU),
+        "b": TensorType(DType.float32, ["N", g.num_value_heads], GPU),
+        "A_log": TensorType(DType.float32, [g.num_value_heads], GPU),
+        "dt_bias": TensorType(DType.float32, [g.num_value_heads], GPU),
         "state": BufferType(DType.bfloat16, ["slots", *g.recurrent_state_shape(1)[1:]], GPU),
         "ring": BufferType(DType.float32, ["rows", *g.ring_shape(1)[1:]], GPU),
         "slots": TensorType(u32, ["B"], GPU),
@@ -45,8 +47,7 @@ def types(geometry: GatedDeltaGeometry) -> dict[str, TensorType | BufferType]:
 
 
 def verify_cycle(operands: dict[str, TensorType | BufferType], algorithm: str = "exact") -> Graph:
-    """Conv, SiLU, verify, conv rollback and fold in one graph."""
-    from max.graph import ops as graph_ops
+    """Gates, conv with SiLU, verify, conv rollback and fold in one graph."""
 
     def forward(*values):
         v = {
@@ -54,11 +55,12 @@ def verify_cycle(operands: dict[str, TensorType | BufferType], algorithm: str = 
             for (name, kind), value in zip(operands.items(), values, strict=True)
         }
         conv = v["x"], v["weight"], v["conv_state"], v["slots"], v["offsets"], v["width"]
-        qkv = graph_ops.silu(ops.gated_delta_conv1d_verify_fwd(*conv, rollback=False))
+        qkv = ops.gated_delta_conv1d_verify_fwd(*conv, rollback=False, activation="silu")
+        decay, beta = ops.gated_delta_gates(v["a"], v["b"], v["A_log"], v["dt_bias"])
         out = ops.gated_delta_recurrence_verify_ring_fwd(
             qkv,
-            v["decay"],
-            v["beta"],
+            decay,
+            beta,
             v["state"],
             v["ring"],
             v["slots"],
