@@ -123,6 +123,20 @@ def test_windows_of_1_to_16_and_other_rows_do_not_change_a_row(ops_of, geometry,
     assert_same_bits(moved, batch[index], "permuted batch")
 
 
+def test_subnormal_states_do_not_depend_on_the_batch(ops_of):
+    """A small batch runs on the thread that calls, a large one on workers that flush to zero."""
+    ops = ops_of("f32")
+    geometry = GatedDeltaGeometry(2, 4, 64, 64, ring_len=4)
+    case = Case(geometry, [1] * 64, seed=7)
+    case.qkv[:] = 0  # so that a state only decays
+    case.state.put(case.owned, np.full(geometry.recurrent_state_shape(64), 1e-40))
+    alone, batch = case.state.copy(), case.state.copy()
+    ops.plain(*case.gates, batch, case.slots, case.offsets)
+    ops.plain(*(x[:1] for x in case.gates), alone, case.slots[:1], [0, 1])
+    slot = case.slots[0]
+    assert_same_bits(alone.bits[slot], batch.bits[slot], "a state alone against in a batch")
+
+
 def test_a_changed_input_changes_the_bits(ops_of):
     """The control of this module: equality to the bit notices the last bit of one input."""
     ops = ops_of("f32")

@@ -11,6 +11,7 @@ worker reads after it.
 
 from std.atomic import Atomic
 from std.memory import alloc
+from std.utils.numerics import FlushDenormals
 
 from max.algorithm import sync_parallelize
 from max.runtime.asyncrt import parallelism_level
@@ -42,16 +43,20 @@ def run_chunks[Body: def(Int, Int, P[F32]) -> None](body: Body, chunks: Int, scr
 
     Next is the chunk that the same worker runs after this one; chunks or more if there is none.
     Scratch is the worker's own, aligned to a cache line. One chunk runs here, without a dispatch.
+
+    Subnormal numbers are taken for zero. MAX's workers do so, the thread that dispatches does not, and
+    bits must not depend on who runs a chunk.
     """
     var claimed = Atomic[Int64](0)
 
     def worker(_i: Int) {imm body, imm chunks, imm scratch_elements, mut claimed} -> None:
         var scratch = alloc[Float32](scratch_elements, alignment=64)
         var chunk = Int(claimed.fetch_add(1))
-        while chunk < chunks:
-            var next = Int(claimed.fetch_add(1))
-            body(chunk, next, scratch)
-            chunk = next
+        with FlushDenormals():
+            while chunk < chunks:
+                var next = Int(claimed.fetch_add(1))
+                body(chunk, next, scratch)
+                chunk = next
         scratch.unsafe_free()
 
     if chunks == 1:
@@ -62,8 +67,9 @@ def run_chunks[Body: def(Int, Int, P[F32]) -> None](body: Body, chunks: Int, scr
 
 @always_inline
 def run_chunks[Body: def(Int) -> None](body: Body, chunks: Int):
-    """Runs body(i) for each chunk; one chunk runs here, without a dispatch."""
-    if chunks == 1:
-        body(0)
-    else:
-        sync_parallelize(body, chunks)
+    """Runs body(chunk) for each chunk, for work that needs neither."""
+
+    def chunk(i: Int, _next: Int, _scratch: P[F32]) {imm body} -> None:
+        body(i)
+
+    run_chunks(chunk, chunks, 0)
