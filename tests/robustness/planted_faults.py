@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU = "kernels/gated_delta/cpu"
 DEFAULT_TESTS = [
     "tests/test_exactness.py",
+    "tests/test_block.py",
     "tests/robustness/test_field_cases_accepted.py",
     "tests/robustness/test_field_cases_slots.py",
     "tests/robustness/test_field_cases_shapes.py",
@@ -45,12 +46,18 @@ class Fault:
 FAULTS = {
     "fold-skips-a-record": Fault(
         "a fold of two or more records leaves out the last",
-        ((f"{CPU}/state_fold.mojo", "records, a, next)", "records, max(a - 1, 1), next)"),),
+        (
+            (
+                f"{CPU}/state_fold.mojo",
+                "Int(num_accepted[unsafe_offset=item // nv % batch_size]),",
+                "max(Int(num_accepted[unsafe_offset=item // nv % batch_size]) - 1, 1),",
+            ),
+        ),
     ),
     "verify-writes-the-pool": Fault(
         "a verify leaves its last state in the pool",
         (
-            (f"{CPU}/recurrence.mojo", "last_step[False]", "last_step[True]"),
+            (f"{CPU}/recurrence.mojo", "if write != w.records and", "if write and"),
             (f"{CPU}/recurrence.mojo", "update[False]", "update[True]"),
         ),
     ),
@@ -60,7 +67,7 @@ FAULTS = {
             (f"{CPU}/recurrence.mojo", "var kh = h // group", "var kh = h % nk"),
             (f"{CPU}/recurrence.mojo", "var g = h % group", "var g = h // nk"),
             (f"{CPU}/state_fold.mojo", "* nk + h // group)", "* nk + h % nk)"),
-            (f"{CPU}/state_fold.mojo", "var g = h % group", "var g = h // nk"),
+            (f"{CPU}/state_fold.mojo", "(h % group)", "(h // nk)"),
         ),
     ),
     "stale-row-table": Fault(
@@ -68,8 +75,18 @@ FAULTS = {
         (
             (
                 f"{CPU}/state_fold.mojo",
-                "var row = row_ids[unsafe_offset=table]",
-                "var row = row_ids[unsafe_offset=table % batch_size]",
+                "row_ids[unsafe_offset=item // nv]) * nv",
+                "row_ids[unsafe_offset=item // nv % batch_size]) * nv",
+            ),
+        ),
+    ),
+    "block-update-unscaled": Fault(
+        "the block form adds a token's factors as they were, not decayed to the block's end",
+        (
+            (
+                f"{CPU}/block.mojo",
+                "f[t * NV + j] = f[t * NV + j] * to_end",
+                "f[t * NV + j] = f[t * NV + j]",
             ),
         ),
     ),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import planted_faults
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 DOCUMENT = TESTS.parent / "docs" / "guarantees.md"
 
@@ -34,3 +37,11 @@ def test_every_case_has_a_test_in_its_file():
         if not any(f"_c{n:02d}_" in f"{name}_" for name in functions(file))
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("fault", planted_faults.FAULTS.values(), ids=planted_faults.FAULTS)
+def test_every_planted_fault_still_has_its_place(fault):
+    """The faults are planted by hand; here only that they can be."""
+    for name, old, new in fault.changes:
+        text = (planted_faults.ROOT / name).read_text()
+        assert old in text and old != new
