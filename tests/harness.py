@@ -126,19 +126,19 @@ class Ops:
         for algorithm in ("exact", "block"):
             add_graph(
                 module,
-                f"plain_{algorithm}",
+                named("plain", algorithm),
                 partial(ops.gated_delta_recurrence_fwd, algorithm=algorithm),
                 [*recurrence, ids("B"), ids("B1")],
             )
             add_graph(
                 module,
-                f"verify_{algorithm}",
+                named("verify", algorithm),
                 partial(ops.gated_delta_recurrence_verify_ring_fwd, algorithm=algorithm),
                 [*recurrence, ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
             )
             add_graph(
                 module,
-                f"fold_{algorithm}",
+                named("fold", algorithm),
                 partial(ops.gated_delta_state_fold, algorithm=algorithm),
                 [recurrence[3], ring, *table],
             )
@@ -255,7 +255,7 @@ class Ops:
         offsets: Any,
         algorithm: str = "exact",
     ) -> Array:
-        model = self.models[f"plain_{algorithm}"]
+        model = self.models[named("plain", algorithm)]
         return run(model, qkv, decay, beta, state, u32(slots), u32(offsets))[0]
 
     def verify(
@@ -272,7 +272,7 @@ class Ops:
         algorithm: str = "exact",
     ) -> Array:
         return run(
-            self.models[f"verify_{algorithm}"],
+            self.models[named("verify", algorithm)],
             qkv,
             decay,
             beta,
@@ -295,7 +295,7 @@ class Ops:
         algorithm: str = "exact",
     ) -> None:
         run(
-            self.models[f"fold_{algorithm}"],
+            self.models[named("fold", algorithm)],
             state,
             ring,
             u32(row_ids),
@@ -303,6 +303,10 @@ class Ops:
             u32(accepted),
             np.zeros(k, np.int64),
         )
+
+
+def named(op: str, algorithm: str) -> str:
+    return op if algorithm == "exact" else f"{op}_{algorithm}"
 
 
 def add_graph(module: Module, name: str, build: Callable[..., Any], types: Sequence[Any]) -> None:

@@ -381,7 +381,7 @@ def _shapes_that_disagree() -> list[Build]:
             "input_row_offsets",
         )
     nv, KD, VD = VALUE_HEADS, 4, 3
-    for op in (PLAIN, VERIFY):
+    for op in (PLAIN, VERIFY, FOLD):
         calls += [
             Build(
                 op,
@@ -392,8 +392,9 @@ def _shapes_that_disagree() -> list[Build]:
                 "exact",
                 options={"algorithm": value},
             )
-            for value, quoted in (("fast", "'fast'"), ("block", '"block" on cpu:0'), (None, "None"))
+            for value, quoted in (("fast", "'fast'"), ("Block", "'Block'"), (None, "None"))
         ]
+    for op in (PLAIN, VERIFY):
         for gate in ("decay_per_token", "beta_per_token"):
             add(op, gate, [N + 1, nv], f"has shape [{N + 1}, {nv}]", f"{N}, the tokens")
             add(op, gate, [N, nv - 1], f"has shape [{N}, {nv - 1}]", f"{nv}, the value heads")
