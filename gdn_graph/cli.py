@@ -1,4 +1,4 @@
-"""The command line: gdn-graph demo, doctor, build, generate, serve-spec, serve-check."""
+"""The command line: gdn-graph demo, doctor, build, generate, bench, serve-spec, serve-check."""
 
 from __future__ import annotations
 
@@ -296,6 +296,42 @@ def build(as_json: JsonOption = False) -> None:
     else:
         how = "was built already" if cached else f"built in {seconds:.1f} s"
         print(f"{path} {how}")
+
+
+@app.command()
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A minute or two: ours and C at a few shapes.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every shape, and longer at each: an hour.")
+    ] = False,
+    peers: Annotated[
+        str | None, typer.Option(help="Names or patterns, as in 'ours_*,c_rec'; see --list.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="Names or patterns, as in 't4-*,fold4-*'; see --list.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Of every peer. By default all CPUs.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Bursts of each peer at each shape.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Of a burst.")] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds a table may wait for a busy machine. By default 30."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for CSV, JSON and plots.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time these ops against C, libraries and the machine's limits, interleaved in one run."""
+    from .bench import command
+
+    if quick and full:
+        raise ValueError("bench: --quick and --full exclude each other")
+    length = "quick" if quick else "full" if full else "default"
+    options = command.options(length, peers, shapes, threads, rounds, seconds, wait)
+    command.run(options, out, as_json)
 
 
 @app.command()
