@@ -321,7 +321,16 @@ def bench(
         float | None,
         typer.Option(min=0, help="Seconds a table may wait for a busy machine. By default 30."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for CSV, JSON and plots.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="COMMIT", help="Compare this checkout with that commit instead."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for CSV, JSON, Markdown and plots.")
+    ] = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Print the peers and shapes, and do nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time these ops against C, libraries and the machine's limits, interleaved in one run."""
@@ -329,9 +338,15 @@ def bench(
 
     if quick and full:
         raise ValueError("bench: --quick and --full exclude each other")
+    if show_list:
+        command.show_list()
+        return
     length = "quick" if quick else "full" if full else "default"
     options = command.options(length, peers, shapes, threads, rounds, seconds, wait)
-    command.run(options, out, as_json)
+    if against is None:
+        command.run(options, out, as_json)
+    else:
+        command.run_against(against, options, out, as_json)
 
 
 @app.command()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
 
+from . import against
 from . import report as reports
 from .peers import HIDDEN, PEERS, C
 from .peers_ours import OURS
-from .run import Bench, Options, default_threads
+from .run import Bench, Options, Report, Table, default_threads
 from .shapes import SETS, Shape
 
 _LENGTHS = {"quick": (6, 0.12), "default": (8, 0.2), "full": (16, 0.3)}
@@ -37,6 +41,11 @@ def choose(what: str, patterns: str, known: Sequence[str], hidden: Sequence[str]
     return names + [name for name in hidden if name in wanted]
 
 
+def every_shape() -> dict[str, Shape]:
+    """The shapes of all lengths by name."""
+    return {shape.name: shape for shapes in SETS.values() for shape in shapes}
+
+
 def options(
     length: str,
     peers: str | None,
@@ -47,7 +56,7 @@ def options(
     wait: float | None,
 ) -> Options:
     """The options of a run; what is not given is that of its length."""
-    every = {shape.name: shape for set_ in SETS.values() for shape in set_}
+    every = every_shape()
     chosen: Sequence[Shape] = SETS[length]
     if shapes is not None:
         chosen = [every[name] for name in choose("shapes", shapes, list(every))]
@@ -72,9 +81,62 @@ def options(
     return result
 
 
+def show_list() -> None:
+    """Prints every peer and shape that can be named."""
+    console = console_of(False)
+    for name, peer in {**PEERS, **HIDDEN}.items():
+        console.print(f"[bold]{name:20}[/] {peer.kind:11} {escape(peer.about)}", highlight=False)
+    console.print()
+    for name, shape in every_shape().items():
+        sets = ", ".join(length for length, shapes in SETS.items() if shape in shapes)
+        console.print(f"[bold]{name:20}[/] {shape.title} ({sets})", highlight=False)
+
+
 def run(options: Options, out: Path | None, as_json: bool) -> None:
     """Runs it, shows each table when it is done, and writes the files."""
     console = console_of(as_json)
+    report = _run(options, console, {}, lambda table: reports.render(table))
+    console.print(reports.render_bytes())
+    if out is not None:
+        paths = reports.write(report, out)
+        try:
+            from . import plots
+
+            paths += plots.write(report, out)
+        except ImportError:
+            console.print("no plots: matplotlib is not there; pip install 'gdn-graph[bench]'")
+        console.print(f"written: {', '.join(map(str, paths))}", highlight=False)
+    if as_json:
+        print(json.dumps(reports.as_dict(report), indent=1))
+
+
+def run_against(commit: str, options: Options, out: Path | None, as_json: bool) -> None:
+    """The peers of ours from this checkout and from another commit of it, in one run."""
+    ours = [name for name in options.peers if name in OURS or name in HIDDEN]
+    if not ours:
+        raise ValueError("bench: --against compares peers of ours, and --peers names none")
+    options = replace(options, peers=ours)
+    console = console_of(as_json)
+    with against.trees(commit) as trees:
+        now, then = trees
+        report = _run(
+            options, console, trees, lambda table: reports.render_against(table, now, then)
+        )
+    rows = [row for table in report.tables for row in reports.against_rows(table, now, then)]
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        reports.write_csv(rows, out / "against.csv")
+        console.print(f"written: {out / 'against.csv'}", highlight=False)
+    if as_json:
+        print(json.dumps({"machine": report.machine, "against": then, "rows": rows}, indent=1))
+
+
+def _run(
+    options: Options,
+    console: Console,
+    trees: dict[str, Path],
+    render: Callable[[Table], RichTable],
+) -> Report:
     with progress_bar(console) as progress:
         task = progress.add_task("starting", total=None)
 
@@ -82,19 +144,16 @@ def run(options: Options, out: Path | None, as_json: bool) -> None:
             progress.update(task, advance=steps, description=text or None)
             progress.refresh()
 
-        with Bench(options, on_step) as bench:
+        said: set[str] = set()
+        with Bench(options, on_step, trees) as bench:
             progress.update(task, total=bench.steps)
             for table in bench.run():
-                console.print(reports.render(table))
+                console.print(render(table))
                 for reason in reports.reasons(table):
-                    console.print(f"  {reason}", style="yellow", highlight=False)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        reports.write_csv(bench.report, out / "bench.csv")
-        reports.write_json(bench.report, out / "bench.json")
-        console.print(f"written to {out}")
-    if as_json:
-        print(json.dumps(reports.as_dict(bench.report), indent=1))
+                    if reason not in said:
+                        console.print(reason, style="yellow", highlight=False, markup=False)
+                        said.add(reason)
+    return bench.report
 
 
 def console_of(as_json: bool) -> Console:

@@ -64,7 +64,8 @@ class TorchEager(_Torch):
     def load(self, problem: Problem, copies: int) -> None:
         assert isinstance(problem, Recurrence)
         p, tensor = problem, self.torch.from_numpy
-        self.inputs = [tensor(memory.copy(x)) for x in (p.q, p.k, p.v, np.log(p.decay), p.beta)]
+        q, k = _repeat(p.q), _repeat(p.k)  # as its callers do
+        self.inputs = [tensor(memory.copy(x)) for x in (q, k, p.v, np.log(p.decay), p.beta)]
         self.pools = [tensor(memory.copy(p.state)) for _ in range(copies)]
 
     def call(self, copy: int) -> None:
@@ -141,8 +142,8 @@ class OnnxRuntime(Library):
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         arrays = {
-            "q": _unit(problem.q).reshape(sizes["q"]),
-            "k": _unit(problem.k).reshape(sizes["k"]),
+            "q": _repeat(_unit(problem.q)).reshape(sizes["q"]),
+            "k": _repeat(_unit(problem.k)).reshape(sizes["k"]),
             "v": problem.v.reshape(sizes["v"]),
             "g": np.log(problem.decay),
             "beta": problem.beta,
@@ -215,8 +216,8 @@ class TorchFoldEager(_Torch):
 
     def load(self, problem: Problem, copies: int) -> None:
         assert isinstance(problem, Fold)
-        tensor, group = self.torch.from_numpy, NUM_VALUE_HEADS // NUM_KEY_HEADS
-        self.keys = tensor(memory.copy(np.repeat(problem.keys, group, 2)))
+        tensor = self.torch.from_numpy
+        self.keys = tensor(memory.copy(_repeat(problem.keys)))
         self.factors = tensor(memory.copy(problem.factors))
         self.decay = tensor(memory.copy(problem.decay))
         self.pools = [tensor(memory.copy(problem.state)) for _ in range(copies)]
@@ -308,9 +309,14 @@ LIBRARIES: dict[str, type[Library]] = {
 
 
 def _unit(x: Array) -> Array:
-    """Each vector over its length, and repeated for the value heads of its key head."""
-    unit = x / np.sqrt((x * x).sum(-1, keepdims=True) + np.float32(EPS))
-    return np.repeat(unit, NUM_VALUE_HEADS // NUM_KEY_HEADS, 2)
+    """Each vector over its length."""
+    unit: Array = x / np.sqrt((x * x).sum(-1, keepdims=True) + np.float32(EPS))
+    return unit
+
+
+def _repeat(x: Array) -> Array:
+    """A key head for each value head."""
+    return np.repeat(x, NUM_VALUE_HEADS // NUM_KEY_HEADS, 2)
 
 
 def _loops(prange: Any) -> Any:

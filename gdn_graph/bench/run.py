@@ -64,7 +64,8 @@ class Options:
 class Entry:
     """What came of one peer at one shape. Times are ns of one call."""
 
-    peer: str
+    label: str
+    """The peer, and after an @ the tree that it was run from."""
     status: str = "timed"
     """"timed", "red" (its result is wrong; not timed), "skipped" or "failed"."""
     reason: str = ""
@@ -72,11 +73,15 @@ class Entry:
     """The largest of its errors, relative to the largest value of each result."""
     times: list[int] = field(default_factory=list)
     bursts: list[int] = field(default_factory=list)
-    """The best call of each burst that counts."""
+    """The best call of each burst that counts, one a round."""
     foreign: list[float] = field(default_factory=list)
     """CPUs that others kept busy during each of those bursts."""
     discarded: int = 0
     """Bursts that others disturbed and that a later one replaced."""
+
+    @property
+    def peer(self) -> str:
+        return self.label.partition("@")[0]
 
     @property
     def best(self) -> int:
@@ -91,18 +96,33 @@ class Entry:
         """Bursts that count although others disturbed them."""
         return sum(load > QUIET for load in self.foreign)
 
+    def ratio_by_round(self, base: Entry) -> float:
+        """The median of this peer's best burst over the base's in the same round.
+
+        Where the machine is faster in some rounds than in others, a minimum says who was lucky;
+        this does not.
+        """
+        return statistics.median(a / b for a, b in zip(self.bursts, base.bursts, strict=False))
+
 
 @dataclass
 class Table:
-    """One shape: an entry a peer, and the limits of the machine during these minutes."""
+    """One shape: an entry a peer, and the limits of the machine meanwhile."""
 
     shape: Shape
     entries: list[Entry] = field(default_factory=list)
-    limits: dict[str, float] = field(default_factory=dict)
+    rates: list[dict[str, float]] = field(default_factory=list)
+    """What the machine could do, in each round."""
 
-    def timed(self, peer: str | None) -> Entry | None:
-        """The entry of a peer if it has times."""
-        found = (e for e in self.entries if e.peer == peer and e.status == "timed")
+    @property
+    def limits(self) -> dict[str, float]:
+        """The best of each rate."""
+        names = self.rates[0] if self.rates else {}
+        return {name: max(rates[name] for rates in self.rates) for name in names}
+
+    def timed(self, label: str | None) -> Entry | None:
+        """The entry of that label if it has times."""
+        found = (e for e in self.entries if e.label == label and e.status == "timed")
         return next(found, None)
 
     @property
@@ -114,9 +134,9 @@ class Table:
 
     def share(self, entry: Entry) -> float | None:
         """The least time that the limits allow, over the best time."""
-        if not self.limits or entry.peer not in PEERS:
+        peer = PEERS.get(entry.peer)
+        if not self.limits or peer is None:
             return None
-        peer = PEERS[entry.peer]
         work = least_work(peer.algorithm, self.shape, peer.state_bytes)
         return work.seconds(self.limits) / (entry.best * 1e-9)
 
@@ -194,8 +214,7 @@ class Bench:
     Args:
         options: What to run.
         on_step: Called with what happens now and how many steps of `steps` that finishes.
-        trees: Checkouts by label. With them, every peer of ours runs from each, as "peer@label";
-            other peers run once.
+        trees: Checkouts by label. With them every peer runs from each, as "peer@label".
     """
 
     def __init__(
@@ -225,11 +244,7 @@ class Bench:
         names = [name for name in self.options.peers if known[name].takes(shape)]
         if not self.trees:
             return names
-        return [
-            f"{name}@{label}" if label else name
-            for name in names
-            for label in (self.trees if name in OURS else [""])
-        ]
+        return [f"{name}@{label}" for name in names for label in self.trees]
 
     @property
     def steps(self) -> int:
@@ -261,12 +276,12 @@ class Bench:
             for entry in timed:
                 if entry.status != "timed":
                     continue
-                self.on_step(f"{shape.name}: round {turn + 1}, {entry.peer}", 0)
+                self.on_step(f"{shape.name}: round {turn + 1}, {entry.label}", 0)
                 self._burst(entry, wait_until)
                 self.on_step("", 1)
         for entry in timed:
-            if entry.peer in self.workers:
-                self.workers[entry.peer].ask("free")
+            if entry.label in self.workers:
+                self.workers[entry.label].ask("free")
         return table
 
     def _worker(self, name: str) -> Worker | None:
@@ -295,9 +310,9 @@ class Bench:
         if worker is None:
             return self.gone[name]
         answer = worker.ask("load", shape=shape.as_dict(), cold_bytes=self.options.cold_bytes)
-        if "failed" in answer:
+        if worker.process.poll() is not None:
             return self._drop(name, answer)
-        if "unavailable" in answer:
+        if "checks" not in answer:
             return _not_timed(name, answer)
         checks: dict[str, list[float]] = answer["checks"]
         entry = Entry(name, error=max(error for error, _ in checks.values()))
@@ -313,14 +328,14 @@ class Bench:
 
     def _burst(self, entry: Entry, wait_until: float) -> None:
         """One burst that counts: undisturbed, or the last that there was time for."""
-        worker = self.workers[entry.peer]
+        worker = self.workers[entry.label]
         while True:
             time.sleep(_PAUSE_S)
             load, start = Load(worker.process.pid), time.monotonic()
             answer = worker.ask("burst", seconds=self.options.seconds)
             foreign = load.foreign(time.monotonic() - start)
             if "times" not in answer:
-                entry.status, entry.reason = "failed", self._drop(entry.peer, answer).reason
+                entry.status, entry.reason = "failed", self._drop(entry.label, answer).reason
                 return
             if foreign <= QUIET or not _wait_for_quiet(wait_until):
                 break
@@ -330,15 +345,16 @@ class Bench:
         entry.foreign.append(round(foreign, 3))
 
     def _limits(self, worker: Worker, table: Table, wait_until: float) -> None:
+        rates: dict[str, float] = {}
         for _ in range(3):
             time.sleep(_PAUSE_S)
             load, start = Load(worker.process.pid), time.monotonic()
             rates = worker.ask("rates").get("rates", {})
-            for name, rate in rates.items():
-                table.limits[name] = max(rate, table.limits.get(name, 0.0))
             quiet = load.foreign(time.monotonic() - start) <= QUIET
             if quiet or not _wait_for_quiet(wait_until):
                 break
+        if rates:
+            table.rates.append(rates)
 
 
 def _not_timed(name: str, answer: dict[str, Any]) -> Entry:

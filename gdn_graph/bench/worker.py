@@ -91,9 +91,12 @@ class Worker:
 
     def free(self) -> dict[str, Any]:
         """Drops all that loading added."""
+        from . import memory
+
         vars(self.peer).clear()
         vars(self.peer).update(self.started)
         gc.collect()
+        memory.reset()
         return {}
 
 
