@@ -7,13 +7,28 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import step_bytes
-from .peers import LIBRARIES, C
+from .peers import C
+from .peers_libraries import LIBRARIES
 from .peers_ours import OURS
 from .run import Report, Table
 
 _OURS_COLORS: Final = ("#0b6e4f", "#3fa34d", "#7b2d8b", "#c06bd0", "#1f6fb2", "#6cb4ee")
 _C_COLORS: Final = ("#222222", "#777777", "#444444", "#aaaaaa")
 _LIBRARY_COLORS: Final = ("#d1495b", "#edae49", "#b56b45", "#8d99ae", "#e08e79")
+_ROLES: Final = {
+    "plain, fold, conv": ("ours_plain", "ours_fold", "ours_conv"),
+    "verify": ("ours_verify",),
+    "plain, fold, bfloat16": ("ours_plain_bf16", "ours_fold_bf16"),
+    "verify, bfloat16": ("ours_verify_bf16",),
+    "block": ("ours_block",),
+    "block verify": ("ours_block_verify",),
+    "C": ("c_rec", "c_fold"),
+    "C, paced": ("c_rec_paced", "c_fold_paced"),
+    "C, block": ("c_blk",),
+    "C, block verify": ("c_verify",),
+    "best library": tuple(LIBRARIES),
+}
+"""Peers of different shapes that do the same, by what they are called in a legend."""
 _C_MARKS, _OURS_MARK, _LIBRARY_MARK = "sDPX", "o", "^"
 
 
@@ -54,7 +69,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 def _time(report: Report) -> Any:
     """Time per head-token by batch, a panel a window."""
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     tables = [t for t in report.tables if t.shape.kind == "recurrence" and t.shape.layers == 1]
     by_tokens: dict[int, list[Table]] = {}
@@ -78,6 +93,8 @@ def _time(report: Report) -> Any:
         axis.set_yscale("log")
         axis.set_xticks([t.shape.batch for t in group])
         axis.xaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_minor_locator(NullLocator())
         for ticks in (axis.xaxis, axis.yaxis):
             ticks.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         axis.set_title(f"{tokens} token{'s' if tokens > 1 else ''} a row", loc="left", fontsize=10)
@@ -99,27 +116,27 @@ def _time(report: Report) -> Any:
 
 
 def _limit(report: Report) -> Any:
-    """Share of what the machine allows, a line a shape."""
+    """Share of what the machine allows: a line a shape, a mark a role."""
     import matplotlib.pyplot as plt
 
     tables = [t for t in report.tables if t.limits and _names([t])]
     if not tables:
         return None
-    shown = [n for n in _names(tables) if n in OURS or n in C or n in LIBRARIES]
-    figure, axis = plt.subplots(figsize=(7.6, 0.42 * len(tables) + 1.6))
-    for name in shown:
-        shares = [
-            (100 * share, len(tables) - row)
-            for row, table in enumerate(tables)
-            if (entry := table.timed(name)) and (share := table.share(entry)) is not None
-        ]
+    figure, axis = plt.subplots(figsize=(7.4, 0.36 * len(tables) + 1.4))
+    for role, names in _ROLES.items():
+        shares = []
+        for row, table in enumerate(tables):
+            timed = [e for name in names if (e := table.timed(name)) is not None]
+            best = max((table.share(e) or 0.0 for e in timed), default=None)
+            if best is not None:
+                shares.append((100 * best, len(tables) - row))
         if shares:
-            style = _style(name) | {"linestyle": ""}
-            axis.plot(*zip(*shares, strict=True), label=name, alpha=0.9, **style)
+            style = _style(names[0]) | {"linestyle": ""}
+            axis.plot(*zip(*shares, strict=True), label=role, alpha=0.9, **style)
     axis.set_yticks(range(len(tables), 0, -1), [table.shape.title for table in tables])
     axis.set_xlim(0, 105)
     axis.set_ylim(0.4, len(tables) + 0.6)
-    axis.set_xlabel("per cent of the least time that multiply-adds and memory allow each algorithm")
+    axis.set_xlabel("per cent of the speed that multiply-adds and memory allow each algorithm")
     axis.axvline(100, color="#999999", linewidth=1)
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     axis.set_title("Share of the machine's limit", loc="left", fontsize=11)
@@ -150,19 +167,18 @@ def _bytes() -> Any:
             linewidth=0,
         )
         axis.plot(drafts, series("ring_all_accepted"), color="#0b6e4f", marker="o")
-        last = drafts[-1]
-        axis.annotate(
-            "a snapshot a token",
-            (last - 1.6, series("snapshots")[-3] * 1.06),
-            ha="right",
-            color="#d1495b",
-        )
-        axis.annotate(
-            "ring: none to all accepted",
-            (last, series("ring_all_accepted")[-1] * 1.12),
-            ha="right",
-            color="#0b6e4f",
-        )
+        for name, text, color in (
+            ("snapshots", "a snapshot a token", "#d1495b"),
+            ("ring_all_accepted", "ring, all accepted or none", "#0b6e4f"),
+        ):
+            axis.annotate(
+                text,
+                (drafts[-1], series(name)[-1]),
+                xytext=(0, 9),
+                textcoords="offset points",
+                ha="right",
+                color=color,
+            )
         axis.set_title(f"{pool} pool", loc="left", fontsize=10)
         axis.set_xlabel("drafts a step")
         axis.set_xticks(drafts)
