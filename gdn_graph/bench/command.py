@@ -115,7 +115,7 @@ def run_against(commit: str, options: Options, out: Path | None, as_json: bool) 
     ours = [name for name in options.peers if name in OURS or name in HIDDEN]
     if not ours:
         raise ValueError("bench: --against compares peers of ours, and --peers names none")
-    options = replace(options, peers=ours)
+    options = replace(options, peers=ours, limits=False)
     console = console_of(as_json)
     with against.trees(commit) as trees:
         now, then = trees

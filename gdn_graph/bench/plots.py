@@ -182,7 +182,7 @@ def _bytes() -> Any:
         axis.set_title(f"{pool} pool", loc="left", fontsize=10)
         axis.set_xlabel("drafts a step")
         axis.set_xticks(drafts)
-    axes[0].set_ylim(bottom=0)
+    axes[0].set_ylim(0, 1.12 * rows[step_bytes.MAX_DRAFTS - 1]["snapshots"] / 1e6)
     axes[0].set_ylabel("MB moved a step, layer and request")
     figure.suptitle(f"Bytes of a speculative step, {_heads()}", x=0.01, ha="left", fontsize=11)
     figure.tight_layout()

@@ -40,6 +40,7 @@ class Options:
         seconds: Of a burst.
         wait: Seconds that a table may wait in all for others to leave the machine alone.
         cold_bytes: Bytes of state that a peer goes through before it comes back to the first.
+        limits: Whether the limits of the machine are measured too.
     """
 
     shapes: Sequence[Shape]
@@ -49,6 +50,7 @@ class Options:
     seconds: float = 0.2
     wait: float = 30.0
     cold_bytes: int = 320 << 20
+    limits: bool = True
 
     def graphs(self) -> list[tuple[str, int]]:
         """(peer, layers) of every graph of ours that the run needs."""
@@ -268,7 +270,7 @@ class Bench:
             table.entries.append(entry)
             self.on_step("", 1 if entry.status == "timed" else 1 + self.options.rounds)
         timed = [entry for entry in table.entries if entry.status == "timed"]
-        limits = self._worker(Limits.name) if timed else None
+        limits = self._worker(Limits.name) if timed and self.options.limits else None
         wait_until = time.monotonic() + self.options.wait
         for turn in range(self.options.rounds):
             if limits is not None:

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 from .machine import cpus
 
+_WARM_CALLS = 3  # until a library has the memory for its outputs
+
 
 def main(name: str, threads: int, graphs: list[list[Any]]) -> None:
     """Serves requests on standard input until it ends."""
@@ -77,6 +79,8 @@ class Worker:
         for name, got in self.peer.results().items():
             right = task.state if name == "kept" else task.right[name]
             checks[name] = [error(got, right), self.peer.tolerance(name)]
+        for turn in range(_WARM_CALLS):
+            self.peer.call(turn % self.copies)
         return {"checks": checks, "copies": self.copies}
 
     def burst(self, seconds: float) -> dict[str, Any]:
