@@ -236,6 +236,8 @@ def _findings() -> Any:
         ("serve", "fastapi", "max serve and MAX's own layers"),
         ("test", "hypothesis", "the tests"),
         ("gpu", "nvidia-cuda-nvcc", "the register report of the GPU kernels"),
+        ("compare", "torch", "the libraries of gdn-graph bench"),
+        ("bench", "matplotlib", "the plots of gdn-graph bench"),
     ):
         yield _version(
             package, "", needed=False, fix=f"pip install 'gdn-graph[{extra}]', for {purpose}"

@@ -45,6 +45,19 @@ def trees(commit: str) -> Iterator[dict[str, Path]]:
             _git(root, "worktree", "remove", "--force", str(tree))
 
 
+def commit() -> str:
+    """The short hash of this checkout, with a + if files differ from it; "" if it is none."""
+    folder = Path(gdn_graph.__file__).resolve().parent
+    try:
+        head = _git(folder, "rev-parse", "--short", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", ".")
+    except ValueError:
+        return ""
+    if head.returncode != 0:
+        return ""
+    return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)

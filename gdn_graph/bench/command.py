@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -146,6 +147,7 @@ def _run(
 
         said: set[str] = set()
         with Bench(options, on_step, trees) as bench:
+            bench.report.versions["gdn-graph"] = f"{version('gdn-graph')} {against.commit()}"
             progress.update(task, total=bench.steps)
             for table in bench.run():
                 console.print(render(table))
