@@ -1,5 +1,5 @@
-// Gated DeltaNet in C, OpenMP and AVX-512: what a good engineer would write for one machine, and the
-// yardstick of `gdn-graph bench`. Head dims are 128 x 128.
+// Gated DeltaNet in C, OpenMP and AVX-512: what a good engineer would write for one machine, and
+// the yardstick of `gdn-graph bench`. Head dims are 128 x 128.
 //
 //   c_rec         token by token; a 128 x 32 tile of the state stays in the L1 cache for a window
 //   c_rec_paced   the same, with the prefetch of the next head spread over the passes
@@ -83,7 +83,8 @@ INLINE void head_window(int T, const float *q, const float *k, const float *v, s
       vec e0 = delta(beta[t * gate_stride], decay[t * gate_stride], a0, v + t * v_stride + c);
       vec e1 = delta(beta[t * gate_stride], decay[t * gate_stride], a1, v + t * v_stride + c + 16);
       const float *kt = k + t * D, *qt = q + t * D, *k_next = k + (t + 1) * D;
-      const float *ahead = paced && next && t < 2 ? next + (size_t)(c / TILE * 2 + t) * D * LINE : 0;
+      const float *ahead = 0;
+      if (paced && next && t < 2) ahead = next + (size_t)(c / TILE * 2 + t) * D * LINE;
       vec o0 = _mm512_setzero_ps(), o1 = o0, p0 = o0, p1 = o0;
       if (t + 1 < T) {
         a0 = a1 = b0 = b1 = _mm512_setzero_ps();

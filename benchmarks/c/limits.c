@@ -47,8 +47,9 @@ int limit_multiply_add(long turns, int threads) {
   return (int)(12 * LANES * threads);
 }
 
-#define SHARED_OUT(from, to) \
-  const size_t part = n / STEP / threads * STEP, from = part * omp_get_thread_num(), to = from + part
+#define SHARED_OUT(from, to)                        \
+  const size_t part = n / STEP / threads * STEP;    \
+  const size_t from = part * omp_get_thread_num(), to = from + part
 
 // n floats are a multiple of STEP * threads.
 void limit_read(const float *p, size_t n, int ahead, int threads) {
