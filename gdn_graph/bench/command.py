@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -96,16 +97,19 @@ def show_list() -> None:
 def run(options: Options, out: Path | None, as_json: bool) -> None:
     """Runs it, shows each table when it is done, and writes the files."""
     console = console_of(as_json)
-    report = _run(options, console, {}, lambda table: reports.render(table))
-    console.print(reports.render_bytes())
+    if out is not None:
+        _make(out)
+        if find_spec("matplotlib") is None:
+            console.print("no plots: matplotlib is not there; pip install 'gdn-graph[bench]'")
+    report = _run(options, console, {}, reports.render)
+    if options.shapes in (SETS["default"], SETS["full"]):
+        console.print(reports.render_bytes())
     if out is not None:
         paths = reports.write(report, out)
-        try:
+        if find_spec("matplotlib") is not None:
             from . import plots
 
             paths += plots.write(report, out)
-        except ImportError:
-            console.print("no plots: matplotlib is not there; pip install 'gdn-graph[bench]'")
         console.print(f"written: {', '.join(map(str, paths))}", highlight=False)
     if as_json:
         print(json.dumps(reports.as_dict(report), indent=1))
@@ -118,6 +122,8 @@ def run_against(commit: str, options: Options, out: Path | None, as_json: bool) 
         raise ValueError("bench: --against compares peers of ours, and --peers names none")
     options = replace(options, peers=ours, limits=False)
     console = console_of(as_json)
+    if out is not None:
+        _make(out)
     with against.trees(commit) as trees:
         now, then = trees
         report = _run(
@@ -125,11 +131,17 @@ def run_against(commit: str, options: Options, out: Path | None, as_json: bool) 
         )
     rows = [row for table in report.tables for row in reports.against_rows(table, now, then)]
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         reports.write_csv(rows, out / "against.csv")
         console.print(f"written: {out / 'against.csv'}", highlight=False)
     if as_json:
         print(json.dumps({"machine": report.machine, "against": then, "rows": rows}, indent=1))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"bench: --out is {folder}, which cannot be made ({error})") from None
 
 
 def _run(

@@ -218,7 +218,6 @@ def markdown(report: Report) -> str:
 
 def write(report: Report, folder: Path) -> list[Path]:
     """Writes CSV, JSON and Markdown."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("bench.csv", "bytes.csv", "bench.json", "README.md")]
     write_csv((row for table in report.tables for row in rows(table)), paths[0])
     write_csv(step_bytes.rows(), paths[1])

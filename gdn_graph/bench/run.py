@@ -281,7 +281,7 @@ class Bench:
                 self.on_step(f"{shape.name}: round {turn + 1}, {entry.label}", 0)
                 self._burst(entry, wait_until)
                 self.on_step("", 1)
-        for entry in timed:
+        for entry in table.entries:
             if entry.label in self.workers:
                 self.workers[entry.label].ask("free")
         return table
@@ -317,8 +317,9 @@ class Bench:
         if "checks" not in answer:
             return _not_timed(name, answer)
         checks: dict[str, list[float]] = answer["checks"]
-        entry = Entry(name, error=max(error for error, _ in checks.values()))
-        # A NaN is not below its tolerance.
+        # A NaN is above all others, and not below its tolerance.
+        worst = max((error for error, _ in checks.values()), key=lambda e: (e != e, e))
+        entry = Entry(name, error=worst)
         wrong = [what for what, (error, most) in checks.items() if not error <= most]
         if wrong:
             entry.status = "red"
