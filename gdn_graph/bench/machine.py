@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 
 
@@ -39,6 +42,18 @@ def describe(threads: int) -> dict[str, str]:
         "numpy": _version("numpy"),
     }
     return {name: value for name, value in text.items() if value}
+
+
+def can_stop() -> bool:
+    """Whether a worker may be stopped: only where it dies with the process that would wake it."""
+    return sys.platform == "linux"
+
+
+def die_with_parent() -> None:
+    """Has the kernel end this process when the one that started it ends, on Linux."""
+    if can_stop():
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 class Load:

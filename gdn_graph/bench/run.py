@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from .machine import Load, cpus, describe
+from .machine import Load, can_stop, cpus, describe
 from .peers import HIDDEN, PEERS
 from .peers_c import Limits
 from .peers_ours import OURS
@@ -23,7 +24,6 @@ from .shapes import Shape, least_work
 
 QUIET: Final = 0.12
 """CPUs that others may keep busy during a burst that counts."""
-_PAUSE_S: Final = 0.02  # for threads that spin a little after their last task
 _ANSWER_S: Final = 900.0  # torch.compile takes minutes on a slow machine
 _GRACE_S: Final = 20.0
 
@@ -155,7 +155,11 @@ class Report:
 
 
 class Worker:
-    """A peer's process, started at once. `tree` is the checkout whose gdn_graph it measures."""
+    """A peer's process. `tree` is the checkout whose gdn_graph it measures.
+
+    It is stopped while it is not asked: an idle MAX session keeps a seventh of a CPU busy, and
+    OpenMP's threads spin for a while after their last task.
+    """
 
     def __init__(self, peer: str, options: Options, log: Path, tree: Path | None = None) -> None:
         self.peer, self.log = peer, log
@@ -180,6 +184,7 @@ class Worker:
     def ask(self, ask: str, **arguments: Any) -> dict[str, Any]:
         """The answer; "failed" if the process died or did not answer in time."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        self._let_run(True)
         try:
             self.process.stdin.write(json.dumps({"ask": ask, **arguments}) + "\n")
             self.process.stdin.flush()
@@ -191,8 +196,13 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             return self._died()
+        self._let_run(False)
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _let_run(self, run: bool) -> None:
+        if can_stop():
+            self.process.send_signal(signal.SIGCONT if run else signal.SIGSTOP)
 
     def _died(self) -> dict[str, Any]:
         code = self.process.wait()
@@ -200,6 +210,7 @@ class Worker:
         return {"failed": f"its process ended with {code}: {' '.join(tail)[:200]}"}
 
     def close(self) -> None:
+        self._let_run(True)
         if self.process.poll() is None and self.process.stdin is not None:
             try:
                 self.process.stdin.write('{"ask": "quit"}\n')
@@ -333,7 +344,6 @@ class Bench:
         """One burst that counts: undisturbed, or the last that there was time for."""
         worker = self.workers[entry.label]
         while True:
-            time.sleep(_PAUSE_S)
             load, start = Load(worker.process.pid), time.monotonic()
             answer = worker.ask("burst", seconds=self.options.seconds)
             foreign = load.foreign(time.monotonic() - start)
@@ -350,7 +360,6 @@ class Bench:
     def _limits(self, worker: Worker, table: Table, wait_until: float) -> None:
         rates: dict[str, float] = {}
         for _ in range(3):
-            time.sleep(_PAUSE_S)
             load, start = Load(worker.process.pid), time.monotonic()
             rates = worker.ask("rates").get("rates", {})
             quiet = load.foreign(time.monotonic() - start) <= QUIET

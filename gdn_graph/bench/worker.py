@@ -13,13 +13,14 @@ import sys
 import traceback
 from typing import Any, TextIO
 
-from .machine import cpus
+from .machine import cpus, die_with_parent
 
 _WARM_CALLS = 3  # until a library has the memory for its outputs
 
 
 def main(name: str, threads: int, graphs: list[list[Any]]) -> None:
     """Serves requests on standard input until it ends."""
+    die_with_parent()
     # Libraries print what they like to standard output: it is kept for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
