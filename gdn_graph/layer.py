@@ -163,7 +163,9 @@ class GatedDeltaNet(Module):
         """
         heads = self.geometry.num_value_heads, self.geometry.value_head_dim
         qkv, z, b, a = self._split(self.in_proj(x))
-        decay, beta = gates(a, b, self.A_log.to(x.device), self.dt_bias.to(x.device))
+        decay, beta = gdn_ops.gated_delta_gates(
+            a, b, self.A_log.to(x.device), self.dt_bias.to(x.device)
+        )
         activated = self._conv(qkv, state)
         y = self._recurrence(activated, decay, beta, state)
         gate = _OUTPUT_GATES[self.output_gate](ops.cast(z, DType.float32))
@@ -207,9 +209,11 @@ class GatedDeltaNet(Module):
         pool, slots, offsets = state.conv_state, state.slot_idx, state.input_row_offsets
         ring = state.ring
         if ring is None:
-            out = gdn_ops.gated_delta_conv1d_fwd(qkv, weight, pool, slots, offsets)
-        elif ring.conv_ring is not None:
-            out = gdn_ops.gated_delta_conv1d_verify_ring_fwd(
+            return gdn_ops.gated_delta_conv1d_fwd(
+                qkv, weight, pool, slots, offsets, activation="silu"
+            )
+        if ring.conv_ring is not None:
+            return gdn_ops.gated_delta_conv1d_verify_ring_fwd(
                 qkv,
                 weight,
                 pool,
@@ -218,13 +222,12 @@ class GatedDeltaNet(Module):
                 ring.ring_slot_idx,
                 offsets,
                 ring.verify_width,
+                activation="silu",
             )
-        else:
-            ring.captures.append(ConvCapture(qkv, weight))
-            out = gdn_ops.gated_delta_conv1d_verify_fwd(
-                qkv, weight, pool, slots, offsets, ring.verify_width, rollback=False
-            )
-        return ops.silu(out)
+        ring.captures.append(ConvCapture(qkv, weight))
+        return gdn_ops.gated_delta_conv1d_verify_fwd(
+            qkv, weight, pool, slots, offsets, ring.verify_width, rollback=False, activation="silu"
+        )
 
     def _recurrence(
         self, qkv: TensorValue, decay: TensorValue, beta: TensorValue, state: LayerState
@@ -316,27 +319,6 @@ class GatedDeltaNet(Module):
             shard.out_proj = out_proj[i]
             shards.append(shard)
         return shards
-
-
-def gates(
-    a: TensorValue, b: TensorValue, A_log: TensorValue, dt_bias: TensorValue
-) -> tuple[TensorValue, TensorValue]:
-    """Decay and beta of every token and value head, in float32 from the first operation on.
-
-    Args:
-        a: [N, nv] of any float dtype.
-        b: [N, nv] of any float dtype.
-        A_log: [nv].
-        dt_bias: [nv].
-
-    Returns:
-        decay = exp(-exp(A_log) * softplus(a + dt_bias)) and beta = sigmoid(b), float32 [N, nv].
-    """
-    a, b, A_log, dt_bias = (ops.cast(value, DType.float32) for value in (a, b, A_log, dt_bias))
-    shifted = a + dt_bias
-    # log(1 + exp(x)) without overflow, and without losing what is small beside 1.
-    softplus = ops.relu(shifted) + ops.log1p(ops.exp(-ops.abs(shifted)))
-    return ops.exp(-(ops.exp(A_log) * softplus)), ops.sigmoid(b)
 
 
 def checkpoint_weights(folder: Path, module: Module, prefix: str = "") -> dict[str, Buffer]:

@@ -1,4 +1,4 @@
-"""The graph ops: those of max.nn.state_space, with its names and signatures, and two of ours.
+"""The graph ops: those of max.nn.state_space, with its names and signatures, and three of ours.
 
 Each function adds one op to the current graph and loads the kernel library into it; nothing else
 has to be set up. What can be seen when the graph is built is checked here (devices, dtypes, ranks,
@@ -16,10 +16,11 @@ uint32 cannot hold is refused like any other id outside its pool. Aliased rows a
 write to the row they share is unspecified.
 
 The recurrence has two algorithms. "exact" goes token by token: a verify, its fold and the plain op
-agree to the bit however a row is cut into calls. "block" reads the state once for four tokens and
-solves for their factors: faster on a GPU that is bound by instructions. It agrees to the bit with
-itself, when the plain op runs the tokens of the window in one call; it differs from "exact", and
-from a row cut elsewhere, in the last bits. It has GPU kernels only.
+agree to the bit however a row is cut into calls. "block" takes a row four tokens at a time: it
+reads the state once for their products with it and solves for their factors, which is fewer
+operations. A block verify, its block fold and the block plain op over the accepted tokens in one
+call agree to the bit with each other; they differ from "exact", and from a row cut elsewhere into
+calls, in the last bits. Give the fold the algorithm of the verify that filled the ring.
 
 All arithmetic is float32. Pools may be float32, bfloat16 or float16; a ring must be
 float32 for the fold to be exact.
@@ -28,7 +29,7 @@ float32 for the fold to be exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from max.dtype import DType
 from max.graph import (
@@ -52,6 +53,8 @@ from .geometry import (
     GatedDeltaGeometry,
 )
 from .library import kernel_library
+
+Activation = Literal["silu"]
 
 _WORK_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 _GPU_HEAD_DIMS = (16, 256)
@@ -92,8 +95,9 @@ def gated_delta_conv1d_fwd(
     input_row_offsets: TensorValueLike,
     *,
     write_state: bool = True,
+    activation: Activation | None = None,
 ) -> TensorValue:
-    """Causal depthwise conv1d over ragged rows; no bias, no activation.
+    """Causal depthwise conv1d over ragged rows; no bias.
 
     out[t, c] = sum over j of conv_weight[c, j] * x[t - (width - 1) + j, c], where x before a row is
     its slot's window.
@@ -105,6 +109,8 @@ def gated_delta_conv1d_fwd(
         slot_idx: [B], uint32 (other integers are cast).
         input_row_offsets: [B + 1], uint32, never decreasing, at most N.
         write_state: Leave the last width - 1 inputs of each row in its window.
+        activation: "silu" for out * sigmoid(out): part of the op on the CPU, the graph's own silu
+            behind it on a GPU.
 
     Returns:
         float32 [N, conv_dim].
@@ -117,6 +123,7 @@ def gated_delta_conv1d_fwd(
         slot_idx,
         input_row_offsets,
         [],
+        activation,
         {"write_state": write_state},
     )
 
@@ -130,6 +137,7 @@ def gated_delta_conv1d_verify_fwd(
     verify_width: TensorValue,
     *,
     rollback: bool,
+    activation: Activation | None = None,
 ) -> TensorValue:
     """The conv of a verify: forward over the window, or rollback over the accepted rows.
 
@@ -145,6 +153,7 @@ def gated_delta_conv1d_verify_fwd(
         input_row_offsets: As for gated_delta_conv1d_fwd.
         verify_width: int64 [K] on the CPU, see verify_width_operand.
         rollback: Which of the two launches this is.
+        activation: As for gated_delta_conv1d_fwd.
 
     Returns:
         float32 [N, conv_dim].
@@ -158,6 +167,7 @@ def gated_delta_conv1d_verify_fwd(
         slot_idx,
         input_row_offsets,
         [_verify_width(op, verify_width)],
+        activation,
         {"rollback": rollback},
     )
 
@@ -208,7 +218,7 @@ def gated_delta_recurrence_fwd(
         device,
         [qkv, decay, beta, recurrent_state, slots, offsets],
         _recurrence_output(qkv, recurrent_state, device),
-        _algorithm(op, algorithm, device),
+        _algorithm(op, algorithm),
     )
     return result
 
@@ -276,7 +286,7 @@ def gated_delta_recurrence_verify_ring_fwd(
         device,
         [qkv, decay, beta, recurrent_state, ring, slots, ring_slots, offsets, width],
         _recurrence_output(qkv, recurrent_state, device),
-        _algorithm(op, algorithm, device),
+        _algorithm(op, algorithm),
     )
     return result
 
@@ -288,6 +298,8 @@ def gated_delta_state_fold(
     ring_row_ids: TensorValueLike,
     num_accepted: TensorValueLike,
     verify_width: TensorValue,
+    *,
+    algorithm: str = "exact",
 ) -> None:
     """Folds accepted records into the state of every layer in one launch.
 
@@ -306,6 +318,7 @@ def gated_delta_state_fold(
             more than the ring length (it committed itself), is neither read nor written. A count
             above what the verify recorded folds whatever the ring holds.
         verify_width: int64 [K] on the CPU, see verify_width_operand.
+        algorithm: That of the verify, "exact" or "block", see the module.
     """
     op = "gated_delta_state_fold"
     device = _pool_device(op, "recurrent_state", recurrent_state, 4)
@@ -317,7 +330,13 @@ def gated_delta_state_fold(
         _check_fold(op, recurrent_state, ring, width)
         _require_head_dims(op, recurrent_state, device)
         _require_compiled(op, "ring", ring, 2, device, 1, _MAX_GPU_RING_LEN)
-    _add(op, device, [recurrent_state, ring, rows, ring_rows, accepted, width], None)
+    _add(
+        op,
+        device,
+        [recurrent_state, ring, rows, ring_rows, accepted, width],
+        None,
+        _algorithm(op, algorithm),
+    )
 
 
 def gated_delta_conv1d_verify_ring_fwd(
@@ -329,6 +348,8 @@ def gated_delta_conv1d_verify_ring_fwd(
     ring_slot_idx: TensorValueLike,
     input_row_offsets: TensorValueLike,
     verify_width: TensorValue,
+    *,
+    activation: Activation | None = None,
 ) -> TensorValue:
     """The conv over a window of drafts that leaves conv_state alone and records its inputs.
 
@@ -350,6 +371,7 @@ def gated_delta_conv1d_verify_ring_fwd(
         ring_slot_idx: [B], uint32 (other integers are cast).
         input_row_offsets: [B + 1], uint32, never decreasing, at most N.
         verify_width: int64 [K] on the CPU, see verify_width_operand.
+        activation: As for gated_delta_conv1d_fwd; the ring holds raw inputs in any case.
 
     Returns:
         float32 [N, conv_dim].
@@ -366,13 +388,15 @@ def gated_delta_conv1d_verify_ring_fwd(
             op, "ring_slot_idx", ring_slots, 0, _static(slots.shape[0]), "the rows of slot_idx"
         )
         _check_conv_ring(op, conv_ring, _static(qkv.shape[1]), width)
+    silu = _silu(op, activation)
     result: TensorValue = _add(
         op,
         device,
         [qkv, weight, conv_state, conv_ring, slots, ring_slots, offsets, width],
         TensorType(DType.float32, qkv.shape, device),
+        {"silu": silu and device.is_cpu()},
     )
-    return result
+    return _activated(result, silu, device)
 
 
 def gated_delta_conv1d_fold(
@@ -417,6 +441,51 @@ def gated_delta_conv1d_fold(
     _add(op, device, [conv_state, conv_ring, rows, ring_rows, accepted, width], None)
 
 
+def gated_delta_gates(
+    a: TensorValueLike,
+    b: TensorValueLike,
+    A_log: TensorValueLike,
+    dt_bias: TensorValueLike,
+) -> tuple[TensorValue, TensorValue]:
+    """Decay and beta of every token and value head, in float32 from the first operation.
+
+    decay = exp(-exp(A_log) * softplus(a + dt_bias)) and beta = sigmoid(b). Not among MAX's ops,
+    where these are some ten operations of the graph.
+
+    Args:
+        a: [N, nv], float32, bfloat16 or float16: the projection that opens the decay.
+        b: [N, nv], likewise, of its own dtype.
+        A_log: [nv], float32 (bfloat16 and float16 are cast).
+        dt_bias: [nv], likewise.
+
+    Returns:
+        decay and beta, float32 [N, nv].
+    """
+    op = "gated_delta_gates"
+    logits = _tensor(op, "a", a, 2)
+    device = logits.device
+    logits = _work(op, "a", logits, device, cast=False)
+    beta_logits = _work(op, "b", b, device, cast=False)
+    rate = _work(op, "A_log", A_log, device, rank=1)
+    bias = _work(op, "dt_bias", dt_bias, device, rank=1)
+    tokens, heads = (_static(dim) for dim in logits.shape)
+    _require_dim(op, "b", beta_logits, 0, tokens, "the tokens of a")
+    _require_dim(op, "b", beta_logits, 1, heads, "the value heads of a")
+    _require_dim(op, "A_log", rate, 0, heads, "the value heads of a")
+    _require_dim(op, "dt_bias", bias, 0, heads, "the value heads of a")
+    _import_library()
+    output = TensorType(DType.float32, logits.shape, device)
+    decay, beta = ops.custom(op, device, [logits, beta_logits, rate, bias], [output, output])
+    return decay.tensor, beta.tensor
+
+
+def _import_library() -> None:
+    graph = Graph.current
+    # A graph made without the library would fall back on MAX's GPU-only op of the same name.
+    if kernel_library() not in graph.kernel_libraries_paths:
+        graph._import_kernels([kernel_library()])
+
+
 def _add(
     op: str,
     device: DeviceRef,
@@ -425,10 +494,7 @@ def _add(
     parameters: dict[str, Any] | None = None,
 ) -> Any:
     """Adds the op to the current graph; returns its output, if it has one."""
-    graph = Graph.current
-    # A graph made without the library would fall back on MAX's GPU-only op of the same name.
-    if kernel_library() not in graph.kernel_libraries_paths:
-        graph._import_kernels([kernel_library()])
+    _import_library()
     out_types = None if output is None else [output]
     results = ops.inplace_custom(op, device, values, out_types, parameters)
     return None if output is None else results[0].tensor
@@ -442,11 +508,13 @@ def _conv(
     slot_idx: TensorValueLike,
     input_row_offsets: TensorValueLike,
     extra: list[TensorValue],
+    activation: Activation | None,
     parameters: dict[str, Any],
 ) -> TensorValue:
     for name, value in parameters.items():
         if not isinstance(value, bool):
             raise TypeError(f"{op}: {name} is {value!r}; need True or False")
+    silu = _silu(op, activation)
     device, qkv, weight, slots, offsets = _conv_operands(
         op, qkv_input_ragged, conv_weight, conv_state, slot_idx, input_row_offsets
     )
@@ -455,9 +523,20 @@ def _conv(
         device,
         [qkv, weight, conv_state, slots, offsets, *extra],
         TensorType(DType.float32, qkv.shape, device),
-        parameters,
+        parameters | {"silu": silu and device.is_cpu()},
     )
-    return result
+    return _activated(result, silu, device)
+
+
+def _silu(op: str, activation: Activation | None) -> bool:
+    if activation not in (None, "silu"):
+        _fail(op, "activation", f"is {activation!r}", '"silu" or None')
+    return activation == "silu"
+
+
+def _activated(out: TensorValue, silu: bool, device: DeviceRef) -> TensorValue:
+    """The output of a conv whose GPU kernels have no SiLU."""
+    return ops.silu(out) if silu and not device.is_cpu() else out
 
 
 def _conv_operands(
@@ -671,14 +750,22 @@ def _ids(op: str, name: str, value: TensorValueLike, rank: int, device: DeviceRe
     return tensor if tensor.dtype == DType.uint32 else ops.cast(tensor, DType.uint32)
 
 
-def _work(op: str, name: str, value: TensorValueLike, device: DeviceRef) -> TensorValue:
-    tensor = _tensor(op, name, value, 2)
+def _work(
+    op: str,
+    name: str,
+    value: TensorValueLike,
+    device: DeviceRef,
+    *,
+    rank: int = 2,
+    cast: bool = True,
+) -> TensorValue:
+    tensor = _tensor(op, name, value, rank)
     if tensor.dtype not in _WORK_DTYPES:
         raise TypeError(
             f"{op}: {name} has dtype {tensor.dtype.name}; need float32, bfloat16 or float16"
         )
     _require_device(op, name, tensor.device, device)
-    return tensor if tensor.dtype == DType.float32 else ops.cast(tensor, DType.float32)
+    return ops.cast(tensor, DType.float32) if cast else tensor
 
 
 def _tensor(op: str, name: str, value: TensorValueLike, rank: int) -> TensorValue:
@@ -724,12 +811,10 @@ def _shape(value: TensorValue | BufferValue) -> str:
     return f"[{', '.join(str(dim) for dim in value.shape)}]"
 
 
-def _algorithm(op: str, algorithm: str, device: DeviceRef) -> dict[str, Any]:
+def _algorithm(op: str, algorithm: str) -> dict[str, Any]:
     """The op's parameters for an algorithm."""
     if algorithm not in ("exact", "block"):
         _fail(op, "algorithm", f"is {algorithm!r}", '"exact" or "block"')
-    if algorithm == "block" and device.is_cpu():
-        _fail(op, "algorithm", f'is "block" on {device}', '"exact": block has GPU kernels only')
     return {"block": algorithm == "block"}
 
 

@@ -38,6 +38,30 @@ def rows_of(slot_idx: Array, input_row_offsets: Array) -> Iterator[tuple[int, in
             yield b, int(slot), begin, end
 
 
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x), by an exponential that does not overflow."""
+    e = np.exp(-np.abs(x))
+    y: Array = np.where(x < 0, e, 1) / (1 + e)
+    return y
+
+
+def silu(x: Array) -> Array:
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def gated_delta_gates(
+    a: Array, b: Array, A_log: Array, dt_bias: Array, *, dtype: DTypeLike = np.float64
+) -> tuple[Array, Array]:
+    """Decay and beta [N, nv] of a and b [N, nv], A_log and dt_bias [nv].
+
+    decay = exp(-exp(A_log) * softplus(a + dt_bias)), beta = sigmoid(b).
+    """
+    a, b, A_log, dt_bias = (x.astype(dtype) for x in (a, b, A_log, dt_bias))
+    softplus = np.logaddexp(0, a + dt_bias)
+    return np.exp(-np.exp(A_log) * softplus), sigmoid(b)
+
+
 def gated_delta_conv1d_fwd(
     qkv: Array,
     conv_weight: Array,
@@ -46,12 +70,13 @@ def gated_delta_conv1d_fwd(
     input_row_offsets: Array,
     *,
     write_state: bool = True,
+    activation: str | None = None,
     dtype: DTypeLike = np.float64,
 ) -> Array:
     """Causal depthwise conv of each row, its slot's window standing before it.
 
-    Returns [N, conv_dim], zero for tokens of no row. With write_state the window becomes the last
-    width - 1 inputs of the row.
+    Returns [N, conv_dim], zero for tokens of no row; with activation "silu" its silu. With
+    write_state the window becomes the last width - 1 inputs of the row.
     """
     width = conv_weight.shape[1]
     weight = conv_weight.astype(dtype)
@@ -62,7 +87,7 @@ def gated_delta_conv1d_fwd(
             out[begin:end] += weight[:, j] * inputs[j : j + end - begin]
         if write_state:
             conv_state[slot] = inputs[end - begin :].T.astype(conv_state.dtype)
-    return out
+    return silu(out) if activation == "silu" else out
 
 
 def gated_delta_conv1d_verify_fwd(
@@ -74,6 +99,7 @@ def gated_delta_conv1d_verify_fwd(
     verify_width: int,
     *,
     rollback: bool,
+    activation: str | None = None,
     dtype: DTypeLike = np.float64,
 ) -> Array:
     """The conv around a verify of so many drafts.
@@ -90,6 +116,7 @@ def gated_delta_conv1d_verify_fwd(
         slot_idx,
         input_row_offsets,
         write_state=rollback or verify_width == 0,
+        activation=activation,
         dtype=dtype,
     )
 
@@ -104,6 +131,7 @@ def gated_delta_conv1d_verify_ring_fwd(
     input_row_offsets: Array,
     verify_width: int,
     *,
+    activation: str | None = None,
     dtype: DTypeLike = np.float64,
 ) -> Array:
     """The conv that leaves conv_state alone and a token's raw input in the ring.
@@ -123,6 +151,7 @@ def gated_delta_conv1d_verify_ring_fwd(
             slot_idx[b : b + 1],
             np.array([0, end - begin]),
             write_state=not records,
+            activation=activation,
             dtype=dtype,
         )
         if records:

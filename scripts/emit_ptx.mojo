@@ -1,7 +1,7 @@
 """Writes the PTX of the GPU kernels of one geometry to a folder: <kernel>_<dtype>.ptx.
 
     mojo run -I kernels -D arch=sm_90 -D KD=128 -D VD=128 -D ring_len=4 -D width=4
-        -D fwd -D verify -D fold -D conv -D conv_ring -D block -D f32 -D bf16 -D f16
+        -D fwd -D verify -D fold -D conv -D conv_ring -D gates -D block -D f32 -D bf16 -D f16
         [-D ring_bf16] scripts/emit_ptx.mojo FOLDER
 
 Only the kernels and pool dtypes named are compiled (scripts/emit_ptx.py chooses them). Every
@@ -20,6 +20,7 @@ from gated_delta.gpu.conv1d_ring import (
     gated_delta_conv1d_fold_gpu,
     gated_delta_conv1d_verify_ring_gpu,
 )
+from gated_delta.gpu.gates import gated_delta_gates_gpu
 from gated_delta.gpu.head import Head
 from gated_delta.gpu.recurrence import (
     gated_delta_recurrence_fwd_block_gpu,
@@ -111,6 +112,14 @@ def emit[state_dtype: DType](suffix: String) raises:
         write(
             "conv_fold_" + suffix + ".ptx",
             compile_info[conv_fold, emission_kind="asm", target=Target]().asm,
+        )
+    comptime if is_defined["gates"]():
+        comptime gates = gated_delta_gates_gpu[
+            state_dtype, WORK, Matrix, Matrix, Matrix, Matrix, Vector, Vector, Engine
+        ]
+        write(
+            "gates_" + suffix + ".ptx",
+            compile_info[gates, emission_kind="asm", target=Target]().asm,
         )
     comptime if is_defined["fwd"]():
         comptime fwd = gated_delta_recurrence_fwd_gpu[

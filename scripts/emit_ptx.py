@@ -21,7 +21,7 @@ from mojo.run import subprocess_run_mojo
 
 from gdn_graph.library import cache_dir, compiler_version, source_dir
 
-KERNELS = ("conv", "conv_ring", "fwd", "verify", "fold", "block")
+KERNELS = ("conv", "conv_ring", "gates", "fwd", "verify", "fold", "block")
 DTYPES = ("f32", "bf16", "f16")
 _SOURCE = Path(__file__).with_suffix(".mojo")
 

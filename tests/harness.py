@@ -123,15 +123,25 @@ class Ops:
         )
         rollback = [tensor("M", "C_back"), ids("B1_back"), drafts()]
         add_graph(module, "conv_verify", conv_verify, [*conv, *rollback])
-        rows = [ids("B"), ids("B1")]
-        add_graph(module, "plain", ops.gated_delta_recurrence_fwd, [*recurrence, *rows])
-        add_graph(
-            module,
-            "verify",
-            ops.gated_delta_recurrence_verify_ring_fwd,
-            [*recurrence, ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
-        )
-        add_graph(module, "fold", ops.gated_delta_state_fold, [recurrence[3], ring, *table])
+        for algorithm in ("exact", "block"):
+            add_graph(
+                module,
+                f"plain_{algorithm}",
+                partial(ops.gated_delta_recurrence_fwd, algorithm=algorithm),
+                [*recurrence, ids("B"), ids("B1")],
+            )
+            add_graph(
+                module,
+                f"verify_{algorithm}",
+                partial(ops.gated_delta_recurrence_verify_ring_fwd, algorithm=algorithm),
+                [*recurrence, ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
+            )
+            add_graph(
+                module,
+                f"fold_{algorithm}",
+                partial(ops.gated_delta_state_fold, algorithm=algorithm),
+                [recurrence[3], ring, *table],
+            )
         conv_ring = buffer(self.dtype, "ring_rows", "R", "C_ring")
         add_graph(
             module,
@@ -140,6 +150,18 @@ class Ops:
             [*conv[:3], conv_ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
         )
         add_graph(module, "conv_fold", ops.gated_delta_conv1d_fold, [conv[2], conv_ring, *table])
+        silu = partial(ops.gated_delta_conv1d_fwd, activation="silu")
+        add_graph(module, "conv_silu", silu, conv)
+        add_graph(
+            module,
+            "conv_verify_silu",
+            conv_verify_silu,
+            [*conv[:3], conv_ring, ids("B"), ids("B_ring"), ids("B1"), drafts()],
+        )
+        logits = (TensorType(self.dtype, [f"N_{x}", f"nv_{x}"], DeviceRef.CPU()) for x in "ab")
+        add_graph(
+            module, "gates", ops.gated_delta_gates, [*logits, tensor("nv_A"), tensor("nv_bias")]
+        )
         return self.session.load_all(module, custom_extensions=[kernel_library()])
 
     def conv(
@@ -194,6 +216,29 @@ class Ops:
         rows = (u32(slots), u32(ring_slots), u32(offsets), np.zeros(k, np.int64))
         return run(model, x, weight, state, ring, *rows)[0]
 
+    def conv_silu(self, x: Array, weight: Array, state: Pool, slots: Any, offsets: Any) -> Array:
+        return run(self.models["conv_silu"], x, weight, state, u32(slots), u32(offsets))[0]
+
+    def conv_verify_silu(
+        self,
+        x: Array,
+        weight: Array,
+        state: Pool,
+        ring: Pool,
+        slots: Any,
+        ring_slots: Any,
+        offsets: Any,
+        k: int,
+    ) -> tuple[Array, Array]:
+        """The verify that is committed by a rollback, then the one that records in the ring."""
+        rows = (u32(slots), u32(ring_slots), u32(offsets), np.zeros(k, np.int64))
+        launch, ring_launch = run(self.models["conv_verify_silu"], x, weight, state, ring, *rows)
+        return launch, ring_launch
+
+    def gates(self, a: Pool, b: Pool, A_log: Array, dt_bias: Array) -> tuple[Array, Array]:
+        decay, beta = run(self.models["gates"], a, b, A_log, dt_bias)
+        return decay, beta
+
     def conv_fold(
         self, state: Pool, ring: Pool, row_ids: Any, ring_row_ids: Any, accepted: Any, k: int
     ) -> None:
@@ -201,9 +246,17 @@ class Ops:
         run(self.models["conv_fold"], state, ring, *table)
 
     def plain(
-        self, qkv: Array, decay: Array, beta: Array, state: Pool, slots: Any, offsets: Any
+        self,
+        qkv: Array,
+        decay: Array,
+        beta: Array,
+        state: Pool,
+        slots: Any,
+        offsets: Any,
+        algorithm: str = "exact",
     ) -> Array:
-        return run(self.models["plain"], qkv, decay, beta, state, u32(slots), u32(offsets))[0]
+        model = self.models[f"plain_{algorithm}"]
+        return run(model, qkv, decay, beta, state, u32(slots), u32(offsets))[0]
 
     def verify(
         self,
@@ -216,9 +269,10 @@ class Ops:
         ring_slots: Any,
         offsets: Any,
         k: int,
+        algorithm: str = "exact",
     ) -> Array:
         return run(
-            self.models["verify"],
+            self.models[f"verify_{algorithm}"],
             qkv,
             decay,
             beta,
@@ -231,10 +285,17 @@ class Ops:
         )[0]
 
     def fold(
-        self, state: Pool, ring: Pool, row_ids: Any, ring_row_ids: Any, accepted: Any, k: int
+        self,
+        state: Pool,
+        ring: Pool,
+        row_ids: Any,
+        ring_row_ids: Any,
+        accepted: Any,
+        k: int,
+        algorithm: str = "exact",
     ) -> None:
         run(
-            self.models["fold"],
+            self.models[f"fold_{algorithm}"],
             state,
             ring,
             u32(row_ids),
@@ -270,6 +331,27 @@ def conv_verify(
     return (
         launch(x, w, state, slots, offsets, width, rollback=False),
         launch(kept_x, w, state, slots, kept_offsets, width, rollback=True),
+    )
+
+
+def conv_verify_silu(
+    x: Any,
+    w: Any,
+    state: Any,
+    ring: Any,
+    slots: Any,
+    ring_slots: Any,
+    offsets: Any,
+    width: Any,
+) -> tuple[Any, Any]:
+    """Both convs of a verify, activated."""
+    return (
+        ops.gated_delta_conv1d_verify_fwd(
+            x, w, state, slots, offsets, width, rollback=False, activation="silu"
+        ),
+        ops.gated_delta_conv1d_verify_ring_fwd(
+            x, w, state, ring, slots, ring_slots, offsets, width, activation="silu"
+        ),
     )
 
 

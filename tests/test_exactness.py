@@ -170,6 +170,59 @@ def test_conv_verify_without_drafts_is_the_plain_conv(ops_of):
     assert not rollback.any(), "the rollback at K = 0 writes zeros"
 
 
+@geometries
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_has_the_same_bits_in_every_conv_and_place(ops_of, geometry, dtype):
+    """Plain, verify and ring; whole vectors and tails; rows short and long."""
+    ops = ops_of(dtype)
+    case = Case(geometry, [4, 0, 1, 11, 3], DTYPES[dtype], seed=5, tail=2)
+    raw_state, state = case.conv_state.copy(), case.conv_state.copy()
+    raw = ops.conv(case.x, case.weight, raw_state, case.slots, case.offsets)
+    out = ops.conv_silu(case.x, case.weight, state, case.slots, case.offsets)
+    assert_same_pool(state, raw_state, "window of an activated conv")
+    assert not out[-2:].any(), "tokens of no row"
+    ring = Pool.poison(DTYPES[dtype], (len(case.lengths) + 1, 16, geometry.conv_dim))
+    raw_ring = ring.copy()
+    verify = case.x, case.weight, case.conv_state.copy()
+    rows = case.slots, case.ring_slots, case.offsets, 3
+    for got, what in zip(
+        ops.conv_verify_silu(*verify, ring, *rows), ("rollback", "ring"), strict=True
+    ):
+        assert_same_bits(got, out, f"verify by {what} against plain")
+    ops.conv_verify_ring(*verify, raw_ring, *rows)
+    assert_same_pool(ring, raw_ring, "inputs recorded by an activated conv")
+
+    # The same values one by one, through the conv that is the identity on a channel of its own.
+    flat = raw.reshape(-1, 1)
+    alone = ops.conv_silu(
+        flat, np.float32([[0, 1]]), Pool.of(ops.dtype, [[[0]]]), [0], [0, len(flat)]
+    )
+    assert_same_bits(alone.reshape(out.shape), out, "elements alone")
+    assert (out[raw != 0] != raw[raw != 0]).all(), "silu changes every value but zero"
+
+
+@pytest.mark.parametrize("heads", [1, 3, 16, 37, 48])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_do_not_depend_on_their_place(ops_of, heads, dtype):
+    """Each head alone, the tokens in another order, and so many that the work is cut."""
+    ops = ops_of(dtype)
+    rng = np.random.default_rng(heads)
+    a, b = (Pool.of(DTYPES[dtype], 4 * normal(rng, 900, heads)) for _ in range(2))
+    A_log, dt_bias = normal(rng, heads), normal(rng, heads)
+    want = ops.gates(a, b, A_log, dt_bias)
+    order = rng.permutation(900)[:100]
+    some = ops.gates(*(Pool(x.dtype, x.bits[order]) for x in (a, b)), A_log, dt_bias)
+    for h in (0, heads // 2, heads - 1):
+        one = [Pool(x.dtype, np.ascontiguousarray(x.bits[:, h : h + 1])) for x in (a, b)]
+        alone = ops.gates(*one, A_log[h : h + 1], dt_bias[h : h + 1])
+        for got, whole, part in zip(alone, want, some, strict=True):
+            assert_same_bits(got[:, 0], whole[:, h], f"head {h} alone")
+            assert_same_bits(part, whole[order], "tokens in another order")
+    moved = ops.gates(a, b, A_log, np.nextafter(dt_bias, np.float32(9)) + np.float32(1e-5))
+    assert (moved[0] != want[0]).mean() > 0.5, "the control: a bias that is a little off"
+    assert_same_bits(moved[1], want[1], "beta does not depend on dt_bias")
+
+
 _AFFINITY_PROGRAM = """
 import hashlib, os, sys
 os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: int(sys.argv[1])]))
@@ -194,10 +247,10 @@ def digest_of_a_step() -> str:
     )
     accepted = [2, 3, 17, 1, 1]
     ops.fold(state, ring, case.slots[None], case.ring_slots[None], accepted, 3)
-    # Chunked over channels and long segments.
-    x = normal(case.rng, 600, 2000)
-    conv_state = Pool.of(DType.float32, normal(case.rng, 2, 2000, 3))
-    conv = ops.conv(x, normal(case.rng, 2000, 4), conv_state, [1, 0], [0, 599, 600])
+    # Chunked over channels and segments, and large enough to be stored past the caches.
+    x = normal(case.rng, 600, 4096)
+    conv_state = Pool.of(DType.float32, normal(case.rng, 2, 4096, 3))
+    conv = ops.conv(x, normal(case.rng, 4096, 4), conv_state, [1, 0], [0, 599, 600])
     for bits in (state.bits, ring.bits, conv, conv_state.bits):
         digest.update(bits.tobytes())
     return digest.hexdigest()

@@ -325,6 +325,22 @@ def check_conv_fold(
     check_tables(op, row_ids, ring_row_ids, num_accepted)
 
 
+def check_gates(
+    op: StaticString,
+    decay: IndexList[2],
+    beta: IndexList[2],
+    a: IndexList[2],
+    b: IndexList[2],
+    A_log: IndexList[1],
+    dt_bias: IndexList[1],
+) raises:
+    require_shape(op, "b", b, a, "[tokens, value heads], as a has it")
+    require_shape(op, "A_log", A_log, [a[1]], "[value heads], as a has them")
+    require_shape(op, "dt_bias", dt_bias, [a[1]], "[value heads], as a has them")
+    require_shape(op, "decay_per_token", decay, a, "[tokens, value heads]")
+    require_shape(op, "beta_per_token", beta, a, "[tokens, value heads]")
+
+
 def check_tables(
     op: StaticString,
     row_ids: IndexList[2],

@@ -16,6 +16,7 @@ from .checks import (
     check_conv_ring,
     check_fold,
     check_fold_ids,
+    check_gates,
     check_offsets,
     check_offsets_length,
     check_recurrence,
@@ -25,17 +26,19 @@ from .checks import (
 )
 from .cpu.conv1d import conv1d
 from .cpu.conv1d_ring import conv_fold, record_inputs
+from .cpu.gates import gates
 from .cpu.recurrence import recurrence
 from .cpu.state_fold import state_fold
 from .cpu.vector import fill_zero, untracked
 from .gpu.conv1d_ring import conv1d_fold_gpu, conv1d_verify_ring_gpu
+from .gpu.gates import gates_gpu
 from .gpu.launch import conv1d_gpu, fold_gpu, recurrence_gpu, verify_ring_gpu, zero_gpu
 
-comptime NO_BLOCK = "the block form has no CPU kernel"
+comptime NO_SILU = "the conv's GPU kernels have no SiLU: put the graph's own after the op"
 
 
 def run_conv[
-    work_dtype: DType, state_dtype: DType, target: StaticString
+    work_dtype: DType, state_dtype: DType, //, silu: Bool, target: StaticString
 ](
     op: StaticString,
     output: OutputTensor[dtype=work_dtype, rank=2, ...],
@@ -63,7 +66,7 @@ def run_conv[
         var row_offsets = untracked(offsets.unsafe_ptr())
         check_offsets(op, row_offsets, batch_size, qkv.dim_size(0))
         check_row_ids(op, "slot_idx", slots, row_offsets, batch_size, conv_state.dim_size(0))
-        conv1d(
+        conv1d[silu](
             untracked(output.unsafe_ptr()),
             untracked(qkv.unsafe_ptr()),
             untracked(weight.unsafe_ptr()),
@@ -77,6 +80,7 @@ def run_conv[
             write_state,
         )
     else:
+        comptime assert not silu, NO_SILU
         if write_state:
             conv1d_gpu[True](op, output, qkv, weight, conv_state, slot_idx, offsets, ctx)
         else:
@@ -84,7 +88,7 @@ def run_conv[
 
 
 @extensibility.register("gated_delta_conv1d_fwd")
-struct GatedDeltaConv1dFwd[write_state: Bool = True]:
+struct GatedDeltaConv1dFwd[write_state: Bool = True, silu: Bool = False]:
     @staticmethod
     def execute[
         work_dtype: DType, state_dtype: DType, target: StaticString
@@ -97,7 +101,7 @@ struct GatedDeltaConv1dFwd[write_state: Bool = True]:
         input_row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        run_conv[target=target](
+        run_conv[silu=Self.silu, target=target](
             "gated_delta_conv1d_fwd",
             conv_output_ragged,
             qkv_input_ragged,
@@ -111,7 +115,7 @@ struct GatedDeltaConv1dFwd[write_state: Bool = True]:
 
 
 @extensibility.register("gated_delta_conv1d_verify_fwd")
-struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
+struct GatedDeltaConv1dVerifyFwd[rollback: Bool, silu: Bool = False]:
     @staticmethod
     def execute[
         work_dtype: DType, state_dtype: DType, target: StaticString
@@ -136,7 +140,7 @@ struct GatedDeltaConv1dVerifyFwd[rollback: Bool]:
                 else:
                     zero_gpu(conv_output_ragged, ctx)
                 return
-        run_conv[target=target](
+        run_conv[silu=Self.silu, target=target](
             OP,
             conv_output_ragged,
             qkv_input_ragged,
@@ -179,13 +183,12 @@ struct GatedDeltaRecurrenceFwd[block: Bool = False]:
             input_row_offsets.shape(),
         )
         comptime if is_cpu[target]():
-            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
             check_offsets(OP, offsets, batch_size, num_tokens)
             check_row_ids(OP, "slot_idx", slots, offsets, batch_size, recurrent_state.dim_size(0))
             # Without a ring: no row is short enough to record.
-            recurrence(
+            recurrence[block=Self.block](
                 geometry,
                 untracked(recurrence_output.unsafe_ptr()),
                 untracked(qkv_conv_output.unsafe_ptr()),
@@ -254,7 +257,6 @@ struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
             check_ring(OP, geometry, ring.shape(), drafts)
             check_ring_rows(OP, slot_idx.shape(), ring_slot_idx.shape())
         comptime if is_cpu[target]():
-            comptime assert not Self.block, NO_BLOCK
             var slots = untracked(slot_idx.unsafe_ptr())
             var ring_slots = untracked(ring_slot_idx.unsafe_ptr())
             var offsets = untracked(input_row_offsets.unsafe_ptr())
@@ -264,7 +266,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
                 check_row_ids(
                     OP, "ring_slot_idx", ring_slots, offsets, batch_size, ring.dim_size(0)
                 )
-            recurrence(
+            recurrence[block=Self.block](
                 geometry,
                 untracked(recurrence_output.unsafe_ptr()),
                 untracked(qkv_conv_output.unsafe_ptr()),
@@ -312,7 +314,7 @@ struct GatedDeltaRecurrenceVerifyRingFwd[block: Bool = False]:
 
 
 @extensibility.register("gated_delta_state_fold")
-struct GatedDeltaStateFold:
+struct GatedDeltaStateFold[block: Bool = False]:
     @staticmethod
     def execute[
         state_dtype: DType, ring_dtype: DType, target: StaticString
@@ -365,7 +367,7 @@ struct GatedDeltaStateFold:
                 ring.dim_size(0),
                 ring_len,
             )
-            state_fold(
+            state_fold[block=Self.block](
                 geometry,
                 untracked(recurrent_state.unsafe_ptr()),
                 untracked(ring.unsafe_ptr()),
@@ -391,7 +393,7 @@ struct GatedDeltaStateFold:
 
 
 @extensibility.register("gated_delta_conv1d_verify_ring_fwd")
-struct GatedDeltaConv1dVerifyRingFwd:
+struct GatedDeltaConv1dVerifyRingFwd[silu: Bool = False]:
     """Ours, not MAX's: the conv of a verify that records its inputs for gated_delta_conv1d_fold."""
 
     @staticmethod
@@ -428,7 +430,7 @@ struct GatedDeltaConv1dVerifyRingFwd:
                 check_row_ids(
                     OP, "ring_slot_idx", ring_slots, offsets, batch_size, conv_ring.dim_size(0)
                 )
-            run_conv[target=target](
+            run_conv[silu=Self.silu, target=target](
                 OP,
                 conv_output_ragged,
                 qkv_input_ragged,
@@ -456,7 +458,7 @@ struct GatedDeltaConv1dVerifyRingFwd:
                 )
         else:
             if drafts == 0:
-                run_conv[target=target](
+                run_conv[silu=Self.silu, target=target](
                     OP,
                     conv_output_ragged,
                     qkv_input_ragged,
@@ -468,6 +470,7 @@ struct GatedDeltaConv1dVerifyRingFwd:
                     ctx,
                 )
             else:
+                comptime assert not Self.silu, NO_SILU
                 check_conv(
                     OP,
                     conv_output_ragged.shape(),
@@ -561,3 +564,43 @@ struct GatedDeltaConv1dFold:
             )
         else:
             conv1d_fold_gpu(conv_state, conv_ring, row_ids, ring_row_ids, num_accepted, ctx)
+
+
+@extensibility.register("gated_delta_gates")
+struct GatedDeltaGates:
+    """Ours, not MAX's: decay and beta from the projections, in float32."""
+
+    @staticmethod
+    def execute[
+        a_dtype: DType, b_dtype: DType, target: StaticString
+    ](
+        decay_per_token: OutputTensor[dtype=DType.float32, rank=2, ...],
+        beta_per_token: OutputTensor[dtype=DType.float32, rank=2, ...],
+        a: InputTensor[dtype=a_dtype, rank=2, ...],
+        b: InputTensor[dtype=b_dtype, rank=2, ...],
+        A_log: InputTensor[dtype=DType.float32, rank=1, ...],
+        dt_bias: InputTensor[dtype=DType.float32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        check_gates(
+            "gated_delta_gates",
+            decay_per_token.shape(),
+            beta_per_token.shape(),
+            a.shape(),
+            b.shape(),
+            A_log.shape(),
+            dt_bias.shape(),
+        )
+        comptime if is_cpu[target]():
+            gates(
+                untracked(decay_per_token.unsafe_ptr()),
+                untracked(beta_per_token.unsafe_ptr()),
+                untracked(a.unsafe_ptr()),
+                untracked(b.unsafe_ptr()),
+                untracked(A_log.unsafe_ptr()),
+                untracked(dt_bias.unsafe_ptr()),
+                a.dim_size(0),
+                a.dim_size(1),
+            )
+        else:
+            gates_gpu(decay_per_token, beta_per_token, a, b, A_log, dt_bias, ctx)

@@ -20,9 +20,9 @@ from max.pipelines.architectures.qwen3_5.layers.gated_deltanet import (
 )
 from stack import random_weights
 
-from gdn_graph import overlay, reference
+from gdn_graph import ops, overlay, reference
 from gdn_graph.geometry import GatedDeltaGeometry
-from gdn_graph.layer import GatedDeltaNet, LayerState, checkpoint_weights, gates
+from gdn_graph.layer import GatedDeltaNet, LayerState, checkpoint_weights
 
 Array = np.ndarray[Any, Any]
 
@@ -117,7 +117,9 @@ class Run:
                 LayerState(pools[2 * i], pools[2 * i + 1], slots, offsets)
                 for i in range(len(POOLS))
             ]
-            decay_and_beta = gates(logits, logits, layers.separate.A_log, layers.separate.dt_bias)
+            decay_and_beta = ops.gated_delta_gates(
+                logits, logits, layers.separate.A_log, layers.separate.dt_bias
+            )
             graph.output(*layers(x, states), *decay_and_beta)
         self.model = session.load(graph, weights_registry=layers.state_dict())
         rng = np.random.default_rng(1)

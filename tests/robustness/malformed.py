@@ -31,7 +31,8 @@ VERIFY = "gated_delta_recurrence_verify_ring_fwd"
 FOLD = "gated_delta_state_fold"
 CONV_RING = "gated_delta_conv1d_verify_ring_fwd"
 CONV_FOLD = "gated_delta_conv1d_fold"
-OPS = (CONV, CONV_VERIFY, PLAIN, VERIFY, FOLD, CONV_RING, CONV_FOLD)
+GATES = "gated_delta_gates"
+OPS = (CONV, CONV_VERIFY, PLAIN, VERIFY, FOLD, CONV_RING, CONV_FOLD, GATES)
 
 f32, f16, bf16, f64 = DType.float32, DType.float16, DType.bfloat16, DType.float64
 u32, i32, i64, u8, boolean = DType.uint32, DType.int32, DType.int64, DType.uint8, DType.bool
@@ -81,6 +82,12 @@ GOOD: dict[str, dict[str, tuple[DType, Any]]] = {
         **_WIDTH,
     },
     CONV_FOLD: {"conv_state": _CONV["conv_state"], **_CONV_RING, **_TABLES, **_WIDTH},
+    GATES: {
+        "a": (f32, [N, VALUE_HEADS]),
+        "b": (f32, [N, VALUE_HEADS]),
+        "A_log": (f32, [VALUE_HEADS]),
+        "dt_bias": (f32, [VALUE_HEADS]),
+    },
 }
 POOLS = ("conv_state", "recurrent_state", "ring", "conv_ring")
 # The ops over ragged rows, those with a ring, and those over tables of all layers.
@@ -168,8 +175,8 @@ def _of_any_operand(op: str, name: str) -> list[Build]:
         )
         for s in (more, fewer)
     ]
-    others = [n for n in GOOD[op] if n in POOLS]
-    # The first pool says where the op runs: moved, it is the others that are misplaced.
+    others = [n for n in GOOD[op] if n in POOLS] or list(GOOD[op])
+    # The first pool (or operand) says where the op runs: moved, the others are misplaced.
     if name != others[0]:
         calls.append(
             Build(
@@ -323,6 +330,25 @@ def _shapes_that_disagree() -> list[Build]:
             f"{C - 1}, the channels",
             "conv_weight",
         )
+    heads = VALUE_HEADS
+    add(GATES, "b", [N + 1, heads], f"has shape [{N + 1}, {heads}]", f"{N}, the tokens of a")
+    add(GATES, "b", [N, 1], f"has shape [{N}, 1]", f"{heads}, the value heads of a")
+    for name in ("A_log", "dt_bias"):
+        add(GATES, name, [heads - 1], f"has shape [{heads - 1}]", f"{heads}, the value heads")
+        add(GATES, name, [1], "has shape [1]", f"{heads}, the value heads of a")
+    calls.extend(
+        Build(
+            op,
+            f"activation is {value!r}",
+            {},
+            "activation",
+            f"is {value!r}",
+            '"silu" or None',
+            options={"activation": value},
+        )
+        for op in (CONV, CONV_VERIFY, CONV_RING)
+        for value in ("relu", "SiLU", True)
+    )
     for op, flag in ((CONV, "write_state"), (CONV_VERIFY, "rollback")):
         calls.extend(
             Build(
@@ -676,6 +702,21 @@ def runs() -> list[Run]:
             argument,
             f"has shape {shape}{C}",
             f"{shape}{C - 1}",
+        )
+    for name, shape in (
+        ("b", [N - 1, VALUE_HEADS]),
+        ("b", [N, VALUE_HEADS + 1]),
+        ("b", [VALUE_HEADS, N]),
+        *((name, [heads]) for name in ("A_log", "dt_bias") for heads in (0, 1, VALUE_HEADS + 1)),
+    ):
+        need = [N, VALUE_HEADS] if name == "b" else [VALUE_HEADS]
+        add(
+            GATES,
+            f"{name} of shape {shape}",
+            {name: _shaped(*shape)},
+            name,
+            f"has shape ({', '.join(map(str, shape))}",
+            f"({', '.join(map(str, need))}",
         )
     nv, KD, VD = VALUE_HEADS, 4, 3
     for op in (PLAIN, VERIFY):

@@ -75,7 +75,13 @@ FAULTS = {
     ),
     "conv-window-off-by-one": Fault(
         "the conv leaves the inputs of one token earlier in its window",
-        ((f"{CPU}/conv1d.mojo", "T - taps.history + j", "T - taps.history + j - 1"),),
+        (
+            (
+                f"{CPU}/conv1d.mojo",
+                "self.stride, self.length, n)",
+                "self.stride, self.length - 1, n)",
+            ),
+        ),
     ),
 }
 

@@ -269,12 +269,11 @@ def test_c53_what_is_not_dense_is_refused_by_max(model):
 
 
 def test_c33_c49_gates_are_float32_from_the_first_operation(session):
-    """The layer's gates of bfloat16 logits and weights: cast first, then exp and sigmoid."""
-    layer = pytest.importorskip("gdn_graph.layer")
+    """Gates of bfloat16 logits and weights: cast first, then exp and sigmoid."""
     types = [TensorType(bf16, shape, CPU) for shape in (["N", 3], ["N", 3], [3], [3])]
 
     def forward(*values: Any) -> Any:
-        return layer.gates(*(value.tensor for value in values))
+        return ops.gated_delta_gates(*(value.tensor for value in values))
 
     model = session.load(Graph("gates", forward, input_types=types))
     a, b = np.full((2, 3), 0.25, np.float32), np.full((2, 3), 0.5, np.float32)

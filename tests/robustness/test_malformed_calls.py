@@ -13,6 +13,7 @@ from malformed import (
     CONV_RING,
     CONV_VERIFY,
     FOLD,
+    GATES,
     GEOMETRY,
     GOOD,
     LAYERS,
@@ -98,6 +99,7 @@ MODELS = {
     FOLD: "fold",
     CONV_RING: "conv_verify_ring",
     CONV_FOLD: "conv_fold",
+    GATES: "gates",
 }
 
 

@@ -9,16 +9,17 @@ of conv_state is therefore as exact as a float32 one.
 A unit is a block of channels of one row, or of one row of one layer in the fold.
 """
 
-from ..checks import PADDING
-from .schedule import chunk_count, run_chunks
-from .vector import copy, fill_zero, P
+from std.sys import size_of
 
-# Channels of a unit: 2 KB of each token.
-comptime BLOCK = 512
+from ..checks import MAX_CONV_WIDTH, MIN_CONV_WIDTH, PADDING
+from .conv1d import BLOCK
+from .schedule import chunk_count, run_chunks
+from .turn import shift_in, turn_in, turn_out
+from .vector import copy, fill_zero, P, W
 
 
 @always_inline
-def shift_in[
+def move_on[
     source: DType, state: DType
 ](
     window: P[state],
@@ -29,26 +30,33 @@ def shift_in[
     begin: Int,
     end: Int,
 ):
-    """Shifts inputs[count, stride] into channels [begin, end) of window, [channel, history]."""
-    var kept = max(history - count, 0)
-    for c in range(begin, end):
-        var first = c * history
-        for j in range(kept):
-            window[unsafe_offset=first + j] = window[unsafe_offset=first + j + count]
-        for j in range(kept, history):
-            window[unsafe_offset=first + j] = Scalar[state](
-                Float32(inputs[unsafe_offset=(count - history + j) * stride + c])
-            )
+    """Shifts inputs [count, stride] into channels [begin, end) of window, [channel, history]."""
+
+    @always_inline
+    def vector[HISTORY: Int, partial: Bool](c: Int, n: Int) {imm}:
+        var v = turn_in[HISTORY, partial](window + c * HISTORY, n)
+        shift_in[partial=partial](v, inputs + c, stride, count, n)
+        turn_out[HISTORY, partial](window + c * HISTORY, v, n)
+
+    comptime for HISTORY in range(MIN_CONV_WIDTH - 1, MAX_CONV_WIDTH):
+        if history == HISTORY:
+            var c = begin
+            while c + W <= end:
+                vector[HISTORY, False](c, W)
+                c += W
+            if c < end:
+                vector[HISTORY, True](c, end - c)
 
 
 @always_inline
-def run_units[Body: def(Int, Int, Int) -> None](body: Body, rows: Int, conv_dim: Int, cost: Int):
+def run_units[Body: def(Int, Int, Int) -> None](body: Body, rows: Int, conv_dim: Int, bytes: Int):
     """Runs body(row, first channel, end) for each block of channels of each row."""
     var blocks = (conv_dim + BLOCK - 1) // BLOCK
     var units = rows * blocks
     if units == 0:
         return
-    var chunks = chunk_count(cost, units)
+    # A core moves some 20 bytes in the time of 12 multiply-adds.
+    var chunks = chunk_count(bytes // 2, units)
 
     def chunk(i: Int) {imm} -> None:
         for unit in range(units * i // chunks, units * (i + 1) // chunks):
@@ -91,7 +99,7 @@ def record_inputs[
                 fill_zero(out_ + t * conv_dim + begin, end - begin)
         elif T > ring_len:
             var window = conv_state + Int(slot_idx[unsafe_offset=b]) * conv_dim * history
-            shift_in(window, inputs, conv_dim, T, history, begin, end)
+            move_on(window, inputs, conv_dim, T, history, begin, end)
         else:
             var records = conv_ring + Int(ring_slot_idx[unsafe_offset=b]) * ring_len * conv_dim
             for t in range(T):
@@ -101,7 +109,8 @@ def record_inputs[
                     end - begin,
                 )
 
-    run_units(unit, batch_size, conv_dim, num_tokens * conv_dim)
+    comptime BYTES = size_of[Scalar[work]]() + size_of[Scalar[ring]]()
+    run_units(unit, batch_size, conv_dim, num_tokens * conv_dim * BYTES)
 
 
 def conv_fold[
@@ -126,7 +135,7 @@ def conv_fold[
         var ring_row = ring_row_ids[unsafe_offset=item]
         if accepted == 0 or accepted > ring_len or row == PADDING or ring_row == PADDING:
             return
-        shift_in(
+        move_on(
             conv_state + Int(row) * conv_dim * history,
             conv_ring + Int(ring_row) * ring_len * conv_dim,
             conv_dim,
@@ -136,5 +145,6 @@ def conv_fold[
             end,
         )
 
-    # Each element of a window is moved alone, at some eight multiply-adds' time.
-    run_units(unit, layers * batch_size, conv_dim, 8 * layers * batch_size * conv_dim * history)
+    # A window is read and written, and at most as much read from the ring.
+    comptime BYTES = 2 * size_of[Scalar[state]]() + size_of[Scalar[ring]]()
+    run_units(unit, layers * batch_size, conv_dim, layers * batch_size * conv_dim * history * BYTES)

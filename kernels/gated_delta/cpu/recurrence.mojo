@@ -1,5 +1,7 @@
 """The gated delta rule on the CPU: the plain recurrence and the verify over a ring, one token step for both.
 
+This is the exact form, token by token, and what it shares with the block form of block.mojo.
+
 Value columns of a state are independent, and each sum over key rows runs in ascending order with one
 fma a row and one accumulator a column. So the bits depend on no tile width, vector width, window
 length, thread count or other row.
@@ -17,158 +19,41 @@ instead, and recomputes S * d rather than storing it. The bytes of the head that
 prefetched meanwhile, one line a row: more at once would stall the passes.
 """
 
-from std.math import fma, rsqrt, sqrt
-from std.memory import alloc
+from std.math import fma
 
 from ..checks import HeadGeometry, PADDING
 from ..ring import RecordLayout
-from .schedule import chunk_count, parts_per_item, run_chunks
-from .vector import (
-    copy,
-    dot,
-    F32,
-    fill_zero,
-    into_l2,
-    LINE,
-    load,
-    P,
-    splat,
-    store,
-    Vector,
-    W,
-)
+from .block import block_coefficients, block_on_columns, block_products, COEFFICIENTS, PRODUCTS
+from .schedule import chunk_count, MIN_CHUNK_COST, parts_per_item, run_chunks
+from .vector import copy, F32, fill_zero, into_l2, LINE, load, P, splat, store, Vector, W
+from .window import delta_factors, expect, norms, pack, put_out, Window
 
-comptime EPS = Float32(1e-6)
 # Bytes of a tile: well inside a 32 KB L1, beside the keys and queries of a window.
 comptime TILE_BYTES = 24 * 1024
 # Vectors of a row held at once (kv, then delta factors and readout): as the registers allow.
 comptime ROW_VECTORS = 8 if W >= 16 else 4
 
 
-struct Window[work: DType, state: DType, ring: DType](TrivialRegisterPassable):
-    """One row's tokens as one value head sees them."""
-
-    var S: P[Self.state]
-    var q: P[Self.work]
-    var k: P[Self.work]
-    var v: P[Self.work]
-    var qkv_stride: Int
-    var decay: P[Self.work]
-    var beta: P[Self.work]
-    var gate_stride: Int
-    var kinv: P[F32]
-    var qf: P[F32]
-    var out: P[Self.work]
-    var out_stride: Int
-    var records: Bool  # into the ring; else the state is replaced
-    var factors: P[Self.ring]  # the head's delta factors in the row's first record
-    var record_stride: Int
-    var T: Int
-    var KD: Int
-    var VD: Int
-    var next: P[Self.state]  # the state that this chunk reads after this one
-
-    @always_inline
-    def __init__(
-        out self,
-        S: P[Self.state],
-        q: P[Self.work],
-        k: P[Self.work],
-        v: P[Self.work],
-        qkv_stride: Int,
-        decay: P[Self.work],
-        beta: P[Self.work],
-        gate_stride: Int,
-        kinv: P[F32],
-        qf: P[F32],
-        out_: P[Self.work],
-        out_stride: Int,
-        records: Bool,
-        factors: P[Self.ring],
-        record_stride: Int,
-        T: Int,
-        KD: Int,
-        VD: Int,
-        next: P[Self.state],
-    ):
-        self.S = S
-        self.q = q
-        self.k = k
-        self.v = v
-        self.qkv_stride = qkv_stride
-        self.decay = decay
-        self.beta = beta
-        self.gate_stride = gate_stride
-        self.kinv = kinv
-        self.qf = qf
-        self.out = out_
-        self.out_stride = out_stride
-        self.records = records
-        self.factors = factors
-        self.record_stride = record_stride
-        self.T = T
-        self.KD = KD
-        self.VD = VD
-        self.next = next
-
-
-def norms[
-    dtype: DType
-](q: P[dtype], k: P[dtype], stride: Int, T: Int, KD: Int, kinv: P[F32], qf: P[F32]):
-    """kinv = rsqrt(k.k + eps) and qf = rsqrt(q.q + eps) / sqrt(KD) of each token."""
-    var root = sqrt(Float32(KD))
-    for t in range(T):
-        var kt = k + t * stride
-        var qt = q + t * stride
-        kinv[unsafe_offset=t] = rsqrt(dot(kt, kt, KD) + EPS)
-        qf[unsafe_offset=t] = rsqrt(dot(qt, qt, KD) + EPS) / root
-
-
-@always_inline
-def delta_factors[
+def window_on_tiles[
     work: DType, state: DType, ring: DType, NV: Int, partial: Bool
-](w: Window[work, state, ring], t: Int, c: Int, n: Int, kv: Array[Vector, NV]) -> Array[Vector, NV]:
-    """The delta factor beta * (v - kv * kinv) * kinv of token t on columns [c, c + n)."""
-    var kinv = w.kinv[unsafe_offset=t]
-    var beta = Float32(w.beta[unsafe_offset=t * w.gate_stride])
-    var f = Array[Vector, NV](fill=Vector(0))
-    comptime for j in range(NV):
-        comptime tail = partial and j == NV - 1
-        var v = load[partial=tail](w.v + t * w.qkv_stride + c + j * W, n - j * W)
-        f[j] = (beta * fma(-kv[j], Vector(kinv), v)) * kinv
-    if w.records:
-        comptime for j in range(NV):
-            store[partial=partial and j == NV - 1](
-                w.factors + t * w.record_stride + c + j * W, f[j], n - j * W
-            )
-    return f^
+](w: Window[work, state, ring], first: Int, n: Int, count: Int, tile: P[F32]):
+    """Runs two or more tokens on count tiles of n <= NV * W columns, from column first on.
 
-
-@always_inline
-def put_out[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
-](w: Window[work, state, ring], t: Int, c: Int, n: Int, sums: Array[Vector, NV]):
-    var qf = w.qf[unsafe_offset=t]
-    comptime for j in range(NV):
-        store[partial=partial and j == NV - 1](
-            w.out + t * w.out_stride + c + j * W, sums[j] * qf, n - j * W
-        )
-
-
-def window_on_tile[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
-](w: Window[work, state, ring], c: Int, n: Int, tile: P[F32], next: P[state]):
-    """Runs two or more tokens on columns [c, c + n), n <= NV * W, and prefetches from next on."""
+    The pass of the last token on a tile loads the next tile, so that the traffic of both hides behind
+    the arithmetic.
+    """
     comptime TW = NV * W
     comptime LINES_PER_ROW = max(TW // LINE[state], 1)
     var KD = w.KD
     var VD = w.VD
-    var pf = next
+    var last = w.T - 1
 
     var kv = Array[Vector, NV](fill=Vector(0))
+    expect[NV=NV](w, 0, first)
+    expect[NV=NV](w, 1, first)
     var d = splat(w.decay, 0)
     var k = w.k
-    var sp = w.S + c
+    var sp = w.S + first
     var tp = tile
     for r in range(KD):
         var kr = splat(k, r)
@@ -179,78 +64,88 @@ def window_on_tile[
         sp += VD
         tp += TW
 
-    for t in range(w.T - 1):
-        var f = delta_factors[partial=partial](w, t, c, n, kv)
+    for i in range(count):
+        var c = first + i * TW
+        var pf = w.next + c * KD
+        for t in range(last):
+            expect[NV=NV](w, t + 2, c)
+            var f = delta_factors[partial=partial](w, t, c, n, kv)
+            var out = Array[Vector, NV](fill=Vector(0))
+            kv = Array[Vector, NV](fill=Vector(0))
+            k = w.k + t * KD
+            var k_next = k + KD
+            var q = w.q + t * KD
+            d = splat(w.decay, (t + 1) * w.gate_stride)
+            tp = tile
+
+            @always_inline
+            def step(r: Int) {imm k, imm k_next, imm q, imm d, imm f, mut out, mut kv, mut tp}:
+                var kr = splat(k, r)
+                var knr = splat(k_next, r)
+                var qr = splat(q, r)
+                comptime for j in range(NV):
+                    var x = fma(kr, f[j], tp.load[width=W](j * W))
+                    out[j] = fma(x, qr, out[j])
+                    var s = x * d
+                    tp.store(j * W, s)
+                    kv[j] = fma(s, knr, kv[j])
+                tp += TW
+
+            if t < LINES_PER_ROW:
+                for r in range(KD):
+                    into_l2(pf)
+                    pf += LINE[state]
+                    step(r)
+            else:
+                for r in range(KD):
+                    step(r)
+            put_out[partial=partial](w, t, c, n, out)
+
+        # The last token, and in the same pass the load of the tile that follows.
+        var f = delta_factors[partial=partial](w, last, c, n, kv)
         var out = Array[Vector, NV](fill=Vector(0))
         kv = Array[Vector, NV](fill=Vector(0))
-        k = w.k + t * w.qkv_stride
-        var k_next = k + w.qkv_stride
-        var q = w.q + t * w.qkv_stride
-        d = splat(w.decay, (t + 1) * w.gate_stride)
+        k = w.k + last * KD
+        var q = w.q + last * KD
+        sp = w.S + c
         tp = tile
 
         @always_inline
-        def step(r: Int) {imm k, imm k_next, imm q, imm d, imm f, mut out, mut kv, mut tp}:
+        def finish[
+            write: Bool, load_next: Bool
+        ](r: Int) {
+            imm w, imm k, imm q, imm d, imm f, imm VD, imm n, mut out, mut kv, mut sp, mut tp
+        }:
             var kr = splat(k, r)
-            var knr = splat(k_next, r)
             var qr = splat(q, r)
             comptime for j in range(NV):
                 var x = fma(kr, f[j], tp.load[width=W](j * W))
                 out[j] = fma(x, qr, out[j])
-                var s = x * d
-                tp.store(j * W, s)
-                kv[j] = fma(s, knr, kv[j])
+                comptime if write:
+                    store[partial=partial and j == NV - 1](sp + j * W, x, n - j * W)
+                comptime if load_next:
+                    var s = load[partial=False](sp + TW + j * W, W) * d
+                    tp.store(j * W, s)
+                    kv[j] = fma(s, splat(w.k, r), kv[j])
+            sp += VD
             tp += TW
 
-        if t < LINES_PER_ROW:
-            for r in range(KD):
-                into_l2(pf)
-                pf += LINE[state]
-                step(r)
-        else:
-            for r in range(KD):
-                step(r)
-        put_out[partial=partial](w, t, c, n, out)
-
-    var t = w.T - 1
-    var f = delta_factors[partial=partial](w, t, c, n, kv)
-    var out = Array[Vector, NV](fill=Vector(0))
-    k = w.k + t * w.qkv_stride
-    var q = w.q + t * w.qkv_stride
-    sp = w.S + c
-    tp = tile
-
-    @always_inline
-    def last_step[
-        write: Bool
-    ](r: Int) {imm k, imm q, imm f, imm VD, imm n, mut out, mut sp, mut tp}:
-        var kr = splat(k, r)
-        var qr = splat(q, r)
-        comptime for j in range(NV):
-            var x = fma(kr, f[j], tp.load[width=W](j * W))
-            out[j] = fma(x, qr, out[j])
-            comptime if write:
-                store[partial=partial and j == NV - 1](sp + j * W, x, n - j * W)
-        sp += VD
-        tp += TW
-
-    # The second half of the prefetch, if the window was too short for it.
-    var lines = KD if t < LINES_PER_ROW else 0
-    if w.records:
-        for r in range(lines):
-            into_l2(pf)
-            pf += LINE[state]
-            last_step[False](r)
-        for r in range(lines, KD):
-            last_step[False](r)
-    else:
-        for r in range(lines):
-            into_l2(pf)
-            pf += LINE[state]
-            last_step[True](r)
-        for r in range(lines, KD):
-            last_step[True](r)
-    put_out[partial=partial](w, t, c, n, out)
+        # The second half of the prefetch, if the window was too short for it.
+        var lines = KD if last < LINES_PER_ROW else 0
+        d = splat(w.decay, 0)
+        comptime for write in [False, True]:
+            comptime for load_next in [False, True]:
+                if write != w.records and load_next == (i + 1 < count):
+                    comptime if load_next:
+                        expect[NV=NV](w, 0, c + TW)
+                        expect[NV=NV](w, 1, c + TW)
+                    for r in range(lines):
+                        into_l2(pf)
+                        pf += LINE[state]
+                        finish[write, load_next](r)
+                    for r in range(lines, KD):
+                        finish[write, load_next](r)
+        put_out[partial=partial](w, last, c, n, out)
 
 
 def token_on_rows[
@@ -317,19 +212,20 @@ def window_on_columns[
             c += W
         return
     if w.KD * 2 * W * 4 <= TILE_BYTES:
-        while c1 - c >= 2 * W:
-            window_on_tile[NV=2, partial=False](w, c, 2 * W, tile, w.next + c * w.KD)
-            c += 2 * W
+        var count = (c1 - c) // (2 * W)
+        if count > 0:
+            window_on_tiles[NV=2, partial=False](w, c, 2 * W, count, tile)
+            c += count * 2 * W
         if c1 - c > W:
-            window_on_tile[NV=2, partial=True](w, c, c1 - c, tile, w.next + c * w.KD)
+            window_on_tiles[NV=2, partial=True](w, c, c1 - c, 1, tile)
             return
     while c < c1:
-        window_on_tile[NV=1, partial=True](w, c, min(c1 - c, W), tile, w.next + c * w.KD)
+        window_on_tiles[NV=1, partial=True](w, c, min(c1 - c, W), 1, tile)
         c += W
 
 
 def recurrence[
-    work: DType, state: DType, ring: DType
+    work: DType, state: DType, ring: DType, block: Bool
 ](
     geometry: HeadGeometry,
     out_: P[work],
@@ -399,26 +295,48 @@ def recurrence[
     var parts = parts_per_item(active_rows * nv, (VD + 2 * W - 1) // (2 * W))
     var part_columns = ((VD + parts - 1) // parts + 2 * W - 1) // (2 * W) * (2 * W)
     parts = (VD + part_columns - 1) // part_columns
-    var units = nv * parts
-    var total = row_costs * units
-    var chunks = chunk_count(total // parts * KD * VD, active_rows * units)
+    # Heads that share a key are claimed together, and share its packing, unless that is too coarse.
+    var grain = 1
+    if parts == 1 and group * (longest + 1) * KD * VD <= 2 * MIN_CHUNK_COST:
+        grain = group
+    var pieces = nv * parts // grain
+    var total = row_costs * pieces
+    var chunks = chunk_count(row_costs * nv * KD * VD, active_rows * pieces)
 
-    def chunk(i: Int) {imm} -> None:
-        """Runs the units whose first cost mark lies in [i, i + 1) of the chunks' shares."""
+    @always_inline
+    def first_state(mark: Int) {imm} -> P[state]:
+        """The state of the first piece whose cost mark is mark or more."""
+        var row_mark = 0
+        for b in range(batch_size):
+            var T = tokens_of(b)
+            if takes_part(b, T):
+                var piece = (max(mark - row_mark, 0) + T) // (T + 1)
+                if piece < pieces:
+                    var head = Int(slot_idx[unsafe_offset=b]) * nv + piece * grain // parts
+                    return pool + head * KD * VD
+                row_mark += (T + 1) * pieces
+        return pool
+
+    def chunk(i: Int, next_chunk: Int, tile: P[F32]) {imm} -> None:
+        """Runs the pieces whose first cost mark lies in [i, i + 1) of the chunks' shares."""
         var first = total * i // chunks
         var last = total * (i + 1) // chunks
-        var tile = alloc[Float32](KD * 2 * W + 2 * longest, alignment=64)
-        var kinv = tile + KD * 2 * W
+        var after = first_state(total * min(next_chunk, chunks - 1) // chunks)
+        var k = tile + KD * 2 * W
+        var q = k + longest * KD
+        var kinv = q + longest * KD
         var qf = kinv + longest
+        var products = qf + longest
+        var coefficients = products + longest * PRODUCTS
         var mark = 0
         for b in range(batch_size):
             var T = tokens_of(b)
             if not takes_part(b, T):
                 continue
             var cost = T + 1
-            var begin = max((first - mark + cost - 1) // cost, 0)
-            var end = min((last - mark + cost - 1) // cost, units)
-            mark += cost * units
+            var begin = max((first - mark + cost - 1) // cost, 0) * grain
+            var end = min((last - mark + cost - 1) // cost, pieces) * grain
+            mark += cost * pieces
             if begin >= end:
                 continue
             var start = Int(offsets[unsafe_offset=b])
@@ -430,16 +348,19 @@ def recurrence[
                 var part = unit % parts
                 var kh = h // group
                 var g = h % group
-                var q = qkv + start * conv_dim + kh * KD
-                var k = q + key_dim
                 var S = pool + (slot * nv + h) * KD * VD
-                var next = S
+                var next = after
                 if unit + 1 < end:
                     next = pool + (slot * nv + (unit + 1) // parts) * KD * VD
-                elif b + 1 < batch_size and takes_part(b + 1, tokens_of(b + 1)):
-                    next = pool + Int(slot_idx[unsafe_offset=b + 1]) * nv * KD * VD
+                elif mark < last:
+                    next = first_state(mark)
                 if kh != normed_head:
-                    norms(q, k, conv_dim, T, KD, kinv, qf)
+                    var queries = qkv + start * conv_dim + kh * KD
+                    pack(queries, conv_dim, T, KD, q)
+                    pack(queries + key_dim, conv_dim, T, KD, k)
+                    norms(q, k, T, KD, kinv, qf)
+                    comptime if block:
+                        block_products(q, k, T, KD, products)
                     normed_head = kh
                 var record = ring_records
                 if records:
@@ -470,11 +391,18 @@ def recurrence[
                 if records and part == 0:
                     for t in range(T):
                         if g == 0:
-                            copy(record + t * record_stride, k + t * conv_dim, KD)
+                            copy(record + t * record_stride, k + t * KD, KD)
                         record[unsafe_offset=t * record_stride + layout.decay(g)] = Scalar[ring](
                             w.decay[unsafe_offset=t * nv]
                         )
-                window_on_columns(w, c0, min(c0 + part_columns, VD), tile)
-        tile.unsafe_free()
+                var c1 = min(c0 + part_columns, VD)
+                comptime if block:
+                    block_coefficients(w, products, coefficients)
+                    block_on_columns(w, coefficients, c0, c1, tile)
+                else:
+                    window_on_columns(w, c0, c1, tile)
 
-    run_chunks(chunk, chunks)
+    var scratch = KD * 2 * W + 2 * longest * (KD + 1)
+    comptime if block:
+        scratch += longest * (PRODUCTS + COEFFICIENTS)
+    run_chunks(chunk, chunks, scratch)

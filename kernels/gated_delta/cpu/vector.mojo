@@ -6,8 +6,14 @@ the fold must give the same bits.
 """
 
 from std.math import fma, iota
-from std.sys import simd_width_of, size_of
-from std.sys.intrinsics import masked_load, masked_store, prefetch, PrefetchOptions
+from std.sys import CompilationTarget, simd_width_of, size_of
+from std.sys.intrinsics import (
+    llvm_intrinsic,
+    masked_load,
+    masked_store,
+    prefetch,
+    PrefetchOptions,
+)
 
 comptime F32 = DType.float32
 comptime W = simd_width_of[F32]()
@@ -31,26 +37,65 @@ def into_l2[dtype: DType](p: P[dtype]):
 
 
 @always_inline
+def into_l1[dtype: DType](p: P[dtype]):
+    """Asks for the line at p, read within the next pass over a state."""
+    prefetch[PrefetchOptions().for_read().high_locality()](p)
+
+
+@always_inline
+def into_l1_to_write[dtype: DType](p: P[dtype]):
+    """Asks for the line at p, written soon: stores retire in order, and one that has to wait for
+    its line holds up all those of the pass behind it."""
+    prefetch[PrefetchOptions().for_write().high_locality()](p)
+
+
+@always_inline
 def lanes_below(n: Int) -> SIMD[DType.bool, W]:
     return iota[DType.int32, W]().lt(SIMD[DType.int32, W](Int32(n)))
 
 
 @always_inline
-def load[dtype: DType, partial: Bool](p: P[dtype], n: Int) -> Vector:
-    """W values as float32; with partial, lanes at and past n are not read and are zero."""
+def load_raw[dtype: DType, //, partial: Bool](p: P[dtype], n: Int) -> SIMD[dtype, W]:
+    """W values; with partial, lanes at and past n are not read and are zero."""
     comptime if partial:
-        return masked_load[W](p, lanes_below(n), SIMD[dtype, W](0)).cast[F32]()
+        return masked_load[W](p, lanes_below(n), SIMD[dtype, W](0))
     else:
-        return p.load[width=W, alignment=size_of[Scalar[dtype]]()]().cast[F32]()
+        return p.load[width=W, alignment=size_of[Scalar[dtype]]()]()
+
+
+@always_inline
+def store_raw[dtype: DType, //, partial: Bool](p: P[dtype], v: SIMD[dtype, W], n: Int):
+    """Writes v; with partial, lanes at and past n are not written."""
+    comptime if partial:
+        masked_store[W](v, p, lanes_below(n))
+    else:
+        p.store[alignment=size_of[Scalar[dtype]]()](v)
+
+
+@always_inline
+def load[dtype: DType, partial: Bool](p: P[dtype], n: Int) -> Vector:
+    """W values as float32, likewise."""
+    return load_raw[partial=partial](p, n).cast[F32]()
 
 
 @always_inline
 def store[dtype: DType, partial: Bool](p: P[dtype], v: Vector, n: Int):
-    """Rounds v to the dtype; with partial, lanes at and past n are not written."""
-    comptime if partial:
-        masked_store[W](v.cast[dtype](), p, lanes_below(n))
-    else:
-        p.store[alignment=size_of[Scalar[dtype]]()](v.cast[dtype]())
+    """Rounds v to the dtype and writes it, likewise."""
+    store_raw[partial=partial](p, v.cast[dtype](), n)
+
+
+@always_inline
+def stream[dtype: DType](p: P[dtype], v: Vector):
+    """Stores v past the caches; p is aligned to a vector. stream_end must follow."""
+    p.store[alignment=size_of[SIMD[dtype, W]](), non_temporal=True](v.cast[dtype]())
+
+
+@always_inline
+def stream_end():
+    """Makes what this thread has streamed visible before what it does next: on x86 such stores are
+    not in order with others, and no fence of the language is one for them."""
+    comptime if CompilationTarget.is_x86():
+        llvm_intrinsic["llvm.x86.sse.sfence", NoneType]()
 
 
 @always_inline
