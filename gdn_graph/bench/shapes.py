@@ -114,7 +114,9 @@ class Work:
 
     def seconds(self, limits: dict[str, float]) -> float:
         """Given slots and bytes a second: what takes longer, if both go on at once."""
-        return max(self.slots / limits["multiply_add"], self.moved / limits[self.traffic])
+        # "streaming_copy" is a copy too.
+        rate = max(rate for name, rate in limits.items() if name.endswith(self.traffic))
+        return max(self.slots / limits["multiply_add"], self.moved / rate)
 
 
 def least_work(algorithm: str, shape: Shape, state_bytes: int = 4) -> Work:
