@@ -1,4 +1,4 @@
-"""The command line: gdn-graph demo, doctor, build, generate, serve-spec, serve-check."""
+"""The command line: gdn-graph demo, doctor, build, generate, bench, serve-spec, serve-check."""
 
 from __future__ import annotations
 
@@ -236,6 +236,8 @@ def _findings() -> Any:
         ("serve", "fastapi", "max serve and MAX's own layers"),
         ("test", "hypothesis", "the tests"),
         ("gpu", "nvidia-cuda-nvcc", "the register report of the GPU kernels"),
+        ("compare", "torch", "the libraries of gdn-graph bench"),
+        ("bench", "matplotlib", "the plots of gdn-graph bench"),
     ):
         yield _version(
             package, "", needed=False, fix=f"pip install 'gdn-graph[{extra}]', for {purpose}"
@@ -296,6 +298,57 @@ def build(as_json: JsonOption = False) -> None:
     else:
         how = "was built already" if cached else f"built in {seconds:.1f} s"
         print(f"{path} {how}")
+
+
+@app.command()
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A minute or two: ours and C at a few shapes.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Every shape, and longer at each: an hour.")
+    ] = False,
+    peers: Annotated[
+        str | None, typer.Option(help="Names or patterns, as in 'ours_*,c_rec'; see --list.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="Names or patterns, as in 't4-*,fold4-*'; see --list.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Of every peer. By default all CPUs.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Bursts of each peer at each shape.")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Of a burst.")] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds a table may wait for a busy machine. By default 30."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="COMMIT", help="Compare this checkout with that commit instead."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for CSV, JSON, Markdown and plots.")
+    ] = None,
+    show_list: Annotated[
+        bool, typer.Option("--list", help="Print the peers and shapes, and do nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time these ops against C, libraries and the machine's limits, interleaved in one run."""
+    from .bench import command
+
+    if quick and full:
+        raise ValueError("bench: --quick and --full exclude each other")
+    if show_list:
+        command.show_list()
+        return
+    length = "quick" if quick else "full" if full else "default"
+    options = command.options(length, peers, shapes, threads, rounds, seconds, wait)
+    if against is None:
+        command.run(options, out, as_json)
+    else:
+        command.run_against(against, options, out, as_json)
 
 
 @app.command()
