@@ -1,8 +1,7 @@
 """SiLU and the gates in float32, for vectors of any width.
 
 Spelled in explicit fma and in no function of a library, so that an element has the same bits in a
-vector of any width. Nothing depends on a subnormal number either, which some threads flush to zero
-and others do not. What is not finite comes out as these formulas have it: NaN stays NaN, and
+vector of any width. What is not finite comes out as these formulas have it: NaN stays NaN, and
 silu(-inf) = -inf * 0 is one.
 """
 

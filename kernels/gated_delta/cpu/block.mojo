@@ -1,21 +1,21 @@
 """The block form on the CPU: up to four tokens against the state as it was before them.
 
-With D_t the decay from the block's start to token t, D_st that from token s to token t, and S the state
-before the block:
+With D_t the decay from the block's start to token t, D_st that from token s to token t, and S the
+state before the block:
 
     m_t = D_t (S^T k_t) + sum over s < t of D_st (k_t . k_s) f_s
     f_t = beta_t (v_t - m_t kinv_t) kinv_t
     out_t = qf_t (D_t (S^T q_t) + sum over s <= t of D_st (q_t . k_s) f_s)
     S' = D S + sum over t of k_t (D_t,last f_t)
 
-S^T k and S^T q of all tokens take one pass over the state, at two multiply-adds a token and element; the sums
-are a triangular solve a column; the update takes one pass more, and a verify of one block has none.
-Between two blocks of a row the update of one and the products of the next share a pass.
+S^T k and S^T q of all tokens take one pass over the state, at two multiply-adds a token and element;
+the sums are a triangular solve a column; the update takes one pass more, and a verify of one block
+has none. Between two blocks of a row the update of one and the products of the next share a pass.
 
-Blocks start with the row, and a token depends on nothing behind it. So a verify, its fold and the plain
-recurrence over the same tokens agree to the bit (the fold has `scale_between` and the update's order from
-here), whatever the tile, the vector width, the other rows and the threads. But a row cut elsewhere into calls
-differs in the last bits, unlike in the exact form.
+Blocks start with the row, and a token depends on nothing behind it. So a verify, its fold and the
+plain recurrence over the same tokens agree to the bit (the fold takes `scale_between` and the order
+of the update from here), whatever the tile, the other rows and the threads. But a row cut elsewhere
+into calls differs in the last bits, unlike in the exact form.
 """
 
 from std.math import fma
@@ -88,8 +88,11 @@ def solve[
     n: Int,
     sums: Array[Vector, 2 * N * NV],
 ) -> Array[Vector, N * NV]:
-    """Outputs and delta factors of a block's N tokens from S^T k and S^T q; returns the factors, scaled
-    to the block's end."""
+    """Outputs and delta factors of a block's N tokens from S^T k and S^T q.
+
+    Returns:
+        The factors, scaled to the block's end.
+    """
     var f = Array[Vector, N * NV](fill=Vector(0))
     comptime for t in range(N):
         var of_t = coefficients + (first + t) * COEFFICIENTS

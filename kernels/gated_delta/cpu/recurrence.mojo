@@ -1,10 +1,10 @@
-"""The gated delta rule on the CPU: the plain recurrence and the verify over a ring, one token step for both.
+"""The gated delta rule on the CPU: the plain recurrence and the verify over a ring.
 
 This is the exact form, token by token, and what it shares with the block form of block.mojo.
 
-Value columns of a state are independent, and each sum over key rows runs in ascending order with one
-fma a row and one accumulator a column. So the bits depend on no tile width, vector width, window
-length, thread count or other row.
+Value columns of a state are independent, and each sum over key rows runs in ascending order with
+one fma a row and one accumulator a column. So the bits depend on no tile width, window length,
+thread count or other row; on the vector width they depend only by the norms of keys and queries.
 
 A window of two or more tokens works on a tile of two vectors of columns that stays in L1:
 
@@ -39,8 +39,8 @@ def window_on_tiles[
 ](w: Window[work, state, ring], first: Int, n: Int, count: Int, tile: P[F32]):
     """Runs two or more tokens on count tiles of n <= NV * W columns, from column first on.
 
-    The pass of the last token on a tile loads the next tile, so that the traffic of both hides behind
-    the arithmetic.
+    The pass of the last token on a tile loads the next tile, so that the traffic of both hides
+    behind the arithmetic.
     """
     comptime TW = NV * W
     comptime LINES_PER_ROW = max(TW // LINE[state], 1)

@@ -1,10 +1,13 @@
 """The state fold on the CPU: accepted records of every layer into the recurrent state.
 
-Elementwise, for the records r = 0 .. a-1 in order: S = fma(k_r, f_r, S * d_r), with S read and written
-once. In the block form the decays of four records are one product, in front of them: S = S * D, then S =
-fma(k_r, F_r, S) with each factor scaled to the end of its block (block.mojo). A whole row of the state is
-worked on in memory order, with the delta factors and decays of up to eight records in registers; more
-records are read again for each row.
+Elementwise, for the records r = 0 .. a-1 in order: S = fma(k_r, f_r, S * d_r), with S read and
+written once. In the block form the decays of four records are one product, in front of them:
+S = S * D, then S = fma(k_r, F_r, S) with each factor scaled to the end of its block (block.mojo). A
+state is worked on in memory order, in rows or parts of them, with the delta factors and decays of
+up to eight records in registers; more records are read again for each row.
+
+Whole rows are one stream, which the processor prefetches better than we do; of parts of rows, and
+beside the arithmetic of many records, it does not see far enough.
 """
 
 from std.math import fma
@@ -89,7 +92,7 @@ struct HeadRecords[ring: DType, block: Bool](TrivialRegisterPassable):
 
 
 def fold_columns[
-    state: DType, ring: DType, block: Bool, A: Int, NV: Int, partial: Bool
+    state: DType, ring: DType, block: Bool, A: Int, NV: Int, partial: Bool, LINES: Int
 ](
     S: P[state],
     KD: Int,
@@ -99,8 +102,10 @@ def fold_columns[
     n: Int,
     next: P[state],
 ):
-    """Folds into columns [c, c + min(n, NV * W)); A is the record count, or 0 for any."""
-    comptime LINES_PER_ROW = max(NV * W // LINE[state], 1)
+    """Folds into columns [c, c + min(n, NV * W)); A is the record count, or 0 for any.
+
+    Prefetches LINES lines a row from next on.
+    """
     var f = Array[Vector, max(A * NV, 1)](fill=Vector(0))
     var d = Array[Vector, max(A, 1)](fill=Vector(0))
     comptime for r in range(A):
@@ -114,9 +119,9 @@ def fold_columns[
         var x = Array[Vector, NV](fill=Vector(0))
         comptime for j in range(NV):
             x[j] = load[partial=partial](sp + j * W, n - j * W)
-        comptime for i in range(LINES_PER_ROW):
+        comptime for i in range(LINES):
             into_l2(pf + i * LINE[state])
-        pf += LINES_PER_ROW * LINE[state]
+        pf += LINES * LINE[state]
         comptime if A > 0:
             comptime for r in range(A):
                 var k = records.key(r, row)
@@ -157,12 +162,19 @@ def fold_rows[
     comptime HELD = 8 if 0 < A <= 2 else (4 if A <= 4 else 2)
     comptime NV = HELD if W >= 16 else max(HELD // 2, 1)
     comptime TAIL = min(NV, 2)
+    if VD == NV * W:
+        fold_columns[A=A, NV=NV, partial=False, LINES=0](S, KD, VD, records, 0, VD, next)
+        return
     var c = 0
     while VD - c >= NV * W:
-        fold_columns[A=A, NV=NV, partial=False](S, KD, VD, records, c, NV * W, next + c * KD)
+        fold_columns[A=A, NV=NV, partial=False, LINES=max(NV * W // LINE[state], 1)](
+            S, KD, VD, records, c, NV * W, next + c * KD
+        )
         c += NV * W
     while c < VD:
-        fold_columns[A=A, NV=TAIL, partial=True](S, KD, VD, records, c, VD - c, next + c * KD)
+        fold_columns[A=A, NV=TAIL, partial=True, LINES=max(TAIL * W // LINE[state], 1)](
+            S, KD, VD, records, c, VD - c, next + c * KD
+        )
         c += TAIL * W
 
 

@@ -1,4 +1,4 @@
-"""Vectors of float32 over pools of any dtype, and the two sums that every op shares.
+"""Vectors of float32 over pools of any dtype, and the sum of products that all norms share.
 
 Every sum over key rows or channels is spelled here or as an explicit `fma`: the compiler may
 contract a plain `a * b + c` in one caller and not in another, and the plain op, the verify and
