@@ -55,6 +55,7 @@ from .geometry import (
 from .library import kernel_library
 
 Activation = Literal["silu"]
+Algorithm = Literal["exact", "block"]
 
 _WORK_DTYPES = (DType.float32, DType.bfloat16, DType.float16)
 _GPU_HEAD_DIMS = (16, 256)
@@ -180,7 +181,7 @@ def gated_delta_recurrence_fwd(
     slot_idx: TensorValueLike,
     input_row_offsets: TensorValueLike,
     *,
-    algorithm: str = "exact",
+    algorithm: Algorithm = "exact",
 ) -> TensorValue:
     """The plain gated delta rule: each row runs from its slot's state and replaces it.
 
@@ -234,7 +235,7 @@ def gated_delta_recurrence_verify_ring_fwd(
     input_row_offsets: TensorValueLike,
     verify_width: TensorValue,
     *,
-    algorithm: str = "exact",
+    algorithm: Algorithm = "exact",
 ) -> TensorValue:
     """The recurrence over a window of drafts that leaves the state alone and fills the ring.
 
@@ -299,7 +300,7 @@ def gated_delta_state_fold(
     num_accepted: TensorValueLike,
     verify_width: TensorValue,
     *,
-    algorithm: str = "exact",
+    algorithm: Algorithm = "exact",
 ) -> None:
     """Folds accepted records into the state of every layer in one launch.
 

@@ -154,7 +154,7 @@ class Plain(Ours):
             ids = [np.array([layer], np.uint32) for layer in range(layers)]
             rows = [constant(row, DType.uint32, device=DeviceRef.CPU()) for row in ids]
         # Left out where it is the default: older trees do not know it.
-        how = {} if cls.op_algorithm == "exact" else {"algorithm": cls.op_algorithm}
+        how: dict[str, Any] = {} if cls.op_algorithm == "exact" else {"algorithm": cls.op_algorithm}
         if not cls.verifies:
             return [
                 ops.gated_delta_recurrence_fwd(qkv, decay, beta, state, row, offsets, **how)
