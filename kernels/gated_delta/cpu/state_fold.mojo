@@ -6,8 +6,8 @@ S = S * D, then S = fma(k_r, F_r, S) with each factor scaled to the end of its b
 state is worked on in memory order, in rows or parts of them, with the delta factors and decays of
 up to eight records in registers; more records are read again for each row.
 
-Whole rows are one stream, which the processor prefetches better than we do; of parts of rows, and
-beside the arithmetic of many records, it does not see far enough.
+Whole rows with one record or two are one stream, which the processor prefetches better than we do;
+in parts of rows, and beside the arithmetic of more records, it does not see far enough.
 """
 
 from std.math import fma
@@ -159,12 +159,14 @@ def fold_rows[
 ](S: P[state], KD: Int, VD: Int, records: HeadRecords[ring, block], next: P[state]):
     """Folds A records, or any number at A = 0, in pieces as wide as the registers allow."""
     # The A * NV delta factors that are held and the NV vectors of the row share the registers.
-    comptime HELD = 8 if 0 < A <= 2 else (4 if A <= 4 else 2)
+    comptime FEW = 0 < A <= 2
+    comptime HELD = 8 if FEW else (4 if A <= 4 else 2)
     comptime NV = HELD if W >= 16 else max(HELD // 2, 1)
     comptime TAIL = min(NV, 2)
-    if VD == NV * W:
-        fold_columns[A=A, NV=NV, partial=False, LINES=0](S, KD, VD, records, 0, VD, next)
-        return
+    comptime if FEW:
+        if VD == NV * W:
+            fold_columns[A=A, NV=NV, partial=False, LINES=0](S, KD, VD, records, 0, VD, next)
+            return
     var c = 0
     while VD - c >= NV * W:
         fold_columns[A=A, NV=NV, partial=False, LINES=max(NV * W // LINE[state], 1)](
