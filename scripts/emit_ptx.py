@@ -58,8 +58,12 @@ class Build:
             work = Path(tempfile.mkdtemp(prefix="build-", dir=folder.parent))
             try:
                 self._compile(work)
-                if not folder.is_dir():  # else another process was first, with the same content
+                try:
                     work.rename(folder)
+                except OSError:
+                    # Another process was first, with the same content.
+                    if not folder.is_dir():
+                        raise
             finally:
                 shutil.rmtree(work, ignore_errors=True)
         return folder

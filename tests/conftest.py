@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,10 @@ from harness import DTYPES, Ops
 from max.driver import CPU
 from max.dtype import DType
 from max.engine import InferenceSession
+
+# CI services set these; the command line then colours and animates what the tests read.
+for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(variable, None)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from openai import OpenAI, OpenAIError
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
 
 from gdn_graph.serve.server import ServeError, Server, max_serve
 
@@ -118,7 +118,8 @@ def _dtypes(file: Path) -> set[str]:
 
 def measure(server: Server, max_tokens: int) -> Report:
     """Times the second of two equal requests, and holds their greedy answers to be the same."""
-    client = OpenAI(base_url=server.url, api_key="none", max_retries=0)
+    direct = DefaultHttpxClient(trust_env=False)  # no proxy to the loopback
+    client = OpenAI(base_url=server.url, api_key="none", max_retries=0, http_client=direct)
     first, second = (_ask(client, server, max_tokens) for _ in range(2))
     if first.text != second.text:
         raise ServeError(f"two equal requests gave {first.text!r} and then {second.text!r}")

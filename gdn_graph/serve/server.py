@@ -19,6 +19,8 @@ from typing import Final
 from gdn_graph.serve import SPEC
 
 _HOST: Final = "127.0.0.1"
+# A proxy of the environment does not lead to this machine's loopback.
+_DIRECT: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _STOP_SECONDS: Final = 30.0
 
 
@@ -116,7 +118,7 @@ def _free_port() -> int:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        with _DIRECT.open(url, timeout=5):
             return True
     except (urllib.error.URLError, OSError):
         return False

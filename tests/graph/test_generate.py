@@ -59,7 +59,9 @@ def texts(
     return out, summary
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+# With these weights the two likeliest tokens are never within 2e-4: MAX's products may round in
+# another way in a larger batch, and on another machine.
+@pytest.mark.parametrize("seed", [0, 3])
 def test_speculation_does_not_change_the_text(
     generator_of: Callable[[int], Generator], seed: int
 ) -> None:
