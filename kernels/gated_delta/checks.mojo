@@ -254,6 +254,13 @@ def check_row_ids(
             check_id(op, argument, ids[unsafe_offset=b], b, pool_rows)
 
 
+@always_inline
+def is_folded(num_accepted: UInt32, ring_len: Int) -> Bool:
+    """Whether a commit moves a row on. One with more tokens than a ring holds has done so itself.
+    """
+    return 0 < Int(num_accepted) <= ring_len
+
+
 def check_fold_ids(
     op: StaticString,
     argument: StaticString,
@@ -266,8 +273,7 @@ def check_fold_ids(
 ) raises:
     """Asks that the id of each row that folds lies in its pool or is PADDING, in every layer."""
     for b in range(rows):
-        var accepted = Int(num_accepted[unsafe_offset=b])
-        if accepted == 0 or accepted > ring_len:
+        if not is_folded(num_accepted[unsafe_offset=b], ring_len):
             continue
         for layer in range(layers):
             check_id(op, argument, ids[unsafe_offset=layer * rows + b], b, pool_rows)

@@ -1,7 +1,8 @@
 """The graph ops under the names that MAX documents: check, then dispatch to the target.
 
 Operand names, order and `execute` parameters are those of MAX's documentation, so that its own
-wrappers and layers run on these ops. verify_width is read for its length only, the number of drafts K.
+wrappers and layers run on these ops. verify_width is read for its length only, the number of
+drafts K.
 """
 
 import extensibility

@@ -8,9 +8,10 @@ state before the block:
     out_t = qf_t (D_t (S^T q_t) + sum over s <= t of D_st (q_t . k_s) f_s)
     S' = D S + sum over t of k_t (D_t,last f_t)
 
-S^T k and S^T q of all tokens take one pass over the state, at two multiply-adds a token and element;
-the sums are a triangular solve a column; the update takes one pass more, and a verify of one block
-has none. Between two blocks of a row the update of one and the products of the next share a pass.
+S^T k and S^T q of all tokens take one pass over the state, at two multiply-adds a token and
+element; the sums are a triangular solve a column; the update takes one pass more, and a verify of
+one block has none. Between two blocks of a row the update of one and the products of the next share
+a pass.
 
 Blocks start with the row, and a token depends on nothing behind it. So a verify, its fold and the
 plain recurrence over the same tokens agree to the bit (the fold takes `scale_between` and the order
@@ -315,8 +316,7 @@ def next_products[
     tile: P[F32],
     sums: Array[Vector, 2 * BLOCK * NV],
 ) -> Array[Vector, 2 * N * NV]:
-    """Ends the full block at token first, whose sums are given, and takes up the N tokens behind it.
-    """
+    """Ends the full block at token first, whose sums are given; takes up the N tokens behind it."""
     var after = first + BLOCK
     comptime for t in range(N):
         expect[NV=NV](w, after + t, c)

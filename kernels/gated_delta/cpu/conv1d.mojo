@@ -6,9 +6,10 @@ where x before a row is the row's window in conv_state, oldest first. Channels a
 every sum has one order, so the bits depend on no vector width, split or other row.
 
 A unit is a block of channels of a segment of one row, and goes down the row in tiles of a few
-tokens: for each vector of channels the tile's inputs are read once, and the weights, [channel, width]
-in memory, are turned in registers. The first tile of a row has its window before it, which is turned,
-moved on and turned back while it is there; any other has the row's own earlier inputs.
+tokens: for each vector of channels the tile's inputs are read once, and the weights,
+[channel, width] in memory, are turned in registers. The first tile of a row has its window before
+it, which is turned, moved on and turned back while it is there; any other has the row's own earlier
+inputs.
 
 Memory is the limit, so a block is long: a few lines of memory are followed at a time, each for
 kilobytes. An output that is too large to be in a cache still when it is read is stored past the

@@ -11,7 +11,7 @@ A unit is a block of channels of one row, or of one row of one layer in the fold
 
 from std.sys import size_of
 
-from ..checks import MAX_CONV_WIDTH, MIN_CONV_WIDTH, PADDING
+from ..checks import is_folded, MAX_CONV_WIDTH, MIN_CONV_WIDTH, PADDING
 from .conv1d import BLOCK
 from .schedule import chunk_count, run_chunks
 from .turn import shift_in, turn_in, turn_out
@@ -130,16 +130,16 @@ def conv_fold[
     """Shifts the first num_accepted[b] recorded inputs of row b into its window, in every layer."""
 
     def unit(item: Int, begin: Int, end: Int) {imm} -> None:
-        var accepted = Int(num_accepted[unsafe_offset=item % batch_size])
+        var accepted = num_accepted[unsafe_offset=item % batch_size]
         var row = row_ids[unsafe_offset=item]
         var ring_row = ring_row_ids[unsafe_offset=item]
-        if accepted == 0 or accepted > ring_len or row == PADDING or ring_row == PADDING:
+        if not is_folded(accepted, ring_len) or row == PADDING or ring_row == PADDING:
             return
         move_on(
             conv_state + Int(row) * conv_dim * history,
             conv_ring + Int(ring_row) * ring_len * conv_dim,
             conv_dim,
-            accepted,
+            Int(accepted),
             history,
             begin,
             end,

@@ -25,7 +25,23 @@ from ..checks import HeadGeometry, PADDING
 from ..ring import RecordLayout
 from .block import block_coefficients, block_on_columns, block_products, COEFFICIENTS, PRODUCTS
 from .schedule import chunk_count, MIN_CHUNK_COST, parts_per_item, run_chunks
-from .vector import copy, F32, fill_zero, into_l2, LINE, load, P, splat, store, Vector, W
+from .vector import (
+    copy,
+    F32,
+    fill_zero,
+    from_row_order,
+    into_l2,
+    LINE,
+    load,
+    load_row,
+    P,
+    splat,
+    store,
+    store_row,
+    to_row_order,
+    Vector,
+    W,
+)
 from .window import delta_factors, expect, norms, pack, put_out, Window
 
 # Bytes of a tile: well inside a 32 KB L1, beside the keys and queries of a window.
@@ -161,14 +177,16 @@ def token_on_rows[
     var pf = next
     for r in range(w.KD):
         var kr = splat(w.k, r)
+        var s = load_row[NV=NV, partial=partial](sp, n)
         comptime for j in range(NV):
-            var s = load[partial=partial and j == NV - 1](sp + j * W, n - j * W) * d
-            kv[j] = fma(s, kr, kv[j])
+            kv[j] = fma(s[j] * d, kr, kv[j])
         comptime for i in range(IN_KV_PASS):
             into_l2(pf + i * LINE[state])
         pf += IN_KV_PASS * LINE[state]
         sp += w.VD
+    from_row_order[state, partial=partial](kv)
     var f = delta_factors[partial=partial](w, 0, c, n, kv)
+    to_row_order[state, partial=partial](f)
     var out = Array[Vector, NV](fill=Vector(0))
     sp = w.S + c
 
@@ -176,13 +194,12 @@ def token_on_rows[
     def update[write: Bool](r: Int) {imm w, imm d, imm f, imm n, mut out, mut sp, mut pf}:
         var kr = splat(w.k, r)
         var qr = splat(w.q, r)
+        var x = load_row[NV=NV, partial=partial](sp, n)
         comptime for j in range(NV):
-            comptime tail = partial and j == NV - 1
-            var s = load[partial=tail](sp + j * W, n - j * W) * d
-            var x = fma(kr, f[j], s)
-            out[j] = fma(x, qr, out[j])
-            comptime if write:
-                store[partial=tail](sp + j * W, x, n - j * W)
+            x[j] = fma(kr, f[j], x[j] * d)
+            out[j] = fma(x[j], qr, out[j])
+        comptime if write:
+            store_row[partial=partial](sp, x, n)
         comptime for i in range(IN_UPDATE_PASS):
             into_l2(pf + i * LINE[state])
         pf += IN_UPDATE_PASS * LINE[state]
@@ -194,6 +211,7 @@ def token_on_rows[
     else:
         for r in range(w.KD):
             update[True](r)
+    from_row_order[state, partial=partial](out)
     put_out[partial=partial](w, 0, c, n, out)
 
 

@@ -12,7 +12,7 @@ in parts of rows, and beside the arithmetic of more records, it does not see far
 
 from std.math import fma
 
-from ..checks import HeadGeometry, PADDING
+from ..checks import HeadGeometry, is_folded, PADDING
 from ..ring import RecordLayout
 from .block import BLOCK, block_end, scale_between
 from .schedule import chunk_count, run_chunks
@@ -83,7 +83,7 @@ struct HeadRecords[ring: DType, block: Bool](TrivialRegisterPassable):
 
     @staticmethod
     @always_inline
-    def decays(r: Int) -> Bool:
+    def decays_before(r: Int) -> Bool:
         """Whether the state decays before record r."""
         comptime if Self.block:
             return r % BLOCK == 0
@@ -109,7 +109,7 @@ def fold_columns[
     var f = Array[Vector, max(A * NV, 1)](fill=Vector(0))
     var d = Array[Vector, max(A, 1)](fill=Vector(0))
     comptime for r in range(A):
-        comptime if records.decays(r):
+        comptime if records.decays_before(r):
             d[r] = records.decay(r)
         comptime for j in range(NV):
             f[r * NV + j] = records.factors[partial](r, c + j * W, n - j * W)
@@ -126,13 +126,13 @@ def fold_columns[
             comptime for r in range(A):
                 var k = records.key(r, row)
                 comptime for j in range(NV):
-                    comptime if records.decays(r):
+                    comptime if records.decays_before(r):
                         x[j] = x[j] * d[r]
                     x[j] = fma(k, f[r * NV + j], x[j])
         else:
             for r in range(records.count):
                 var k = records.key(r, row)
-                if records.decays(r):
+                if records.decays_before(r):
                     var dr = records.decay(r)
                     comptime for j in range(NV):
                         x[j] = x[j] * dr
@@ -158,9 +158,11 @@ def fold_rows[
     A: Int, state: DType, ring: DType, block: Bool
 ](S: P[state], KD: Int, VD: Int, records: HeadRecords[ring, block], next: P[state]):
     """Folds A records, or any number at A = 0, in pieces as wide as the registers allow."""
-    # The A * NV delta factors that are held and the NV vectors of the row share the registers.
+    # The A * NV delta factors that are held and the NV vectors of the row share the registers; but
+    # up to four records memory decides, and whole rows of float32 are worth spilling factors for.
     comptime FEW = 0 < A <= 2
-    comptime HELD = 8 if FEW else (4 if A <= 4 else 2)
+    comptime WHOLE = FEW or (0 < A <= 4 and state == F32)
+    comptime HELD = 8 if WHOLE else (4 if A <= 4 else 2)
     comptime NV = HELD if W >= 16 else max(HELD // 2, 1)
     comptime TAIL = min(NV, 2)
     comptime if FEW:
@@ -208,8 +210,8 @@ def state_fold[
 
     var folded = 0
     for b in range(batch_size):
-        var a = Int(num_accepted[unsafe_offset=b])
-        folded += a + 1 if a <= ring_len else 0
+        if is_folded(num_accepted[unsafe_offset=b], ring_len):
+            folded += Int(num_accepted[unsafe_offset=b]) + 1
     var items = num_layers * batch_size * nv
     var chunks = chunk_count(folded * num_layers * nv * KD * VD, items)
 
@@ -231,10 +233,11 @@ def state_fold[
 
     @always_inline
     def takes_part(item: Int) {imm} -> Bool:
-        var a = Int(num_accepted[unsafe_offset=item // nv % batch_size])
+        if not is_folded(num_accepted[unsafe_offset=item // nv % batch_size], ring_len):
+            return False
         var row = row_ids[unsafe_offset=item // nv]
         var ring_row = ring_row_ids[unsafe_offset=item // nv]
-        return 0 < a <= ring_len and row != PADDING and ring_row != PADDING
+        return row != PADDING and ring_row != PADDING
 
     def chunk(i: Int, next_chunk: Int, _scratch: P[F32]) {imm} -> None:
         var first = items * i // chunks

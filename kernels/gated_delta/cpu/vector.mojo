@@ -6,6 +6,7 @@ the fold must give the same bits.
 """
 
 from std.math import fma, iota
+from std.memory import bitcast
 from std.sys import CompilationTarget, simd_width_of, size_of
 from std.sys.intrinsics import (
     llvm_intrinsic,
@@ -82,6 +83,61 @@ def load[dtype: DType, partial: Bool](p: P[dtype], n: Int) -> Vector:
 def store[dtype: DType, partial: Bool](p: P[dtype], v: Vector, n: Int):
     """Rounds v to the dtype and writes it, likewise."""
     store_raw[partial=partial](p, v.cast[dtype](), n)
+
+
+# Whether NV vectors of a row are read two at a time: a 32-bit word holds two bfloat16, and a shift
+# and a mask make a vector of the even columns and one of the odd. Read singly, a vector takes two
+# operations, both from pipes that multiply.
+comptime PAIRED[dtype: DType, NV: Int, partial: Bool] = (
+    dtype == DType.bfloat16 and NV % 2 == 0 and not partial
+)
+
+
+@always_inline
+def load_row[dtype: DType, NV: Int, partial: Bool](p: P[dtype], n: Int) -> Array[Vector, NV]:
+    """NV vectors of a row; if paired, each two hold the even and the odd columns of theirs."""
+    var row = Array[Vector, NV](fill=Vector(0))
+    comptime if PAIRED[dtype, NV, partial]:
+        comptime for j in range(0, NV, 2):
+            var words = p.bitcast[UInt32]().load[width=W, alignment=2](j * W // 2)
+            row[j] = bitcast[F32, W](words << 16)
+            row[j + 1] = bitcast[F32, W](words & 0xFFFF0000)
+    else:
+        comptime for j in range(NV):
+            row[j] = load[partial=partial and j == NV - 1](p + j * W, n - j * W)
+    return row^
+
+
+@always_inline
+def store_row[dtype: DType, NV: Int, partial: Bool](p: P[dtype], row: Array[Vector, NV], n: Int):
+    """Rounds and writes a row in the order of load_row."""
+    comptime if PAIRED[dtype, NV, partial]:
+        comptime for j in range(0, NV, 2):
+            var even = row[j].cast[dtype]()
+            p.store[alignment=2](j * W, even.interleave(row[j + 1].cast[dtype]()))
+    else:
+        comptime for j in range(NV):
+            store[partial=partial and j == NV - 1](p + j * W, row[j], n - j * W)
+
+
+@always_inline
+def to_row_order[dtype: DType, NV: Int, partial: Bool](mut columns: Array[Vector, NV]):
+    """Turns columns that ascend into the order of load_row."""
+    comptime if PAIRED[dtype, NV, partial]:
+        comptime for j in range(0, NV, 2):
+            var halves = columns[j].join(columns[j + 1]).deinterleave()
+            columns[j] = rebind[Vector](halves[0])
+            columns[j + 1] = rebind[Vector](halves[1])
+
+
+@always_inline
+def from_row_order[dtype: DType, NV: Int, partial: Bool](mut columns: Array[Vector, NV]):
+    """Turns columns in the order of load_row into columns that ascend."""
+    comptime if PAIRED[dtype, NV, partial]:
+        comptime for j in range(0, NV, 2):
+            var both = columns[j].interleave(columns[j + 1])
+            columns[j] = both.slice[W]()
+            columns[j + 1] = both.slice[W, offset=W]()
 
 
 @always_inline

@@ -54,10 +54,12 @@ def gated_delta_conv1d_fwd_gpu[
     conv_output_seqlen_stride: UInt32,
     conv_output_channel_stride: UInt32,
 ):
-    """Computes out[t, c] = sum_j w[c, j] x[t - (KERNEL_SIZE - 1) + j, c], j ascending. Inputs before the row
-    come from the slot's window, oldest first; with WRITE_STATE the window then holds the row's last
-    KERNEL_SIZE - 1 inputs. A row whose slot is outside the pool gives zeros, as does a token of no
-    row."""
+    """Computes out[t, c] = sum_j w[c, j] x[t - (KERNEL_SIZE - 1) + j, c], j ascending.
+
+    Inputs before the row come from the slot's window, oldest first; with WRITE_STATE the window
+    then holds the row's last KERNEL_SIZE - 1 inputs. A row whose slot is outside the pool gives
+    zeros, as does a token of no row.
+    """
     comptime assert work_dtype == F32, "the work dtype is float32"
     comptime assert KERNEL_SIZE >= 2, "the convolution is at least 2 wide"
     comptime PAST = KERNEL_SIZE - 1

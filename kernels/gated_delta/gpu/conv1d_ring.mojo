@@ -1,8 +1,8 @@
 """The conv windows of a verify on the GPU: inputs recorded in a ring, folded once accepted.
 
 A conv window is nothing but the last width - 1 inputs, so both kernels only copy; a thread is one
-channel of one row (and layer). The verify is the plain convolution, by its own function, followed in
-the same launch by the copies: a thread copies what it has read, so no block waits for another.
+channel of one row (and layer). The verify is the plain convolution, by its own function, followed
+in the same launch by the copies: a thread copies what it has read, so no block waits for another.
 """
 
 from std.math import ceildiv
