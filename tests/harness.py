@@ -460,9 +460,9 @@ def normal(rng: np.random.Generator, *shape: int) -> Array:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-def relative_error(got: Array, true: Array) -> float:
-    """max |difference| over max |reference| of a tensor."""
-    scale = float(np.abs(true).max(initial=0)) or 1.0
+def relative_error(got: Array, true: Array, least: float = 0.0) -> float:
+    """max |difference| over max |reference| of a tensor, taken for least if it is less."""
+    scale = max(float(np.abs(true).max(initial=0)), least) or 1.0
     return float(np.abs(got.astype(np.float64) - true).max(initial=0)) / scale
 
 

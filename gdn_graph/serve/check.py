@@ -116,11 +116,18 @@ def _dtypes(file: Path) -> set[str]:
         raise CheckError(f"{file} is not a safetensors file") from None
 
 
+def openai_client(server: Server, timeout: float = 600) -> OpenAI:
+    """Talks to a server of this machine: past any proxy, each request once, for timeout seconds."""
+    direct = DefaultHttpxClient(trust_env=False)
+    return OpenAI(
+        base_url=server.url, api_key="none", max_retries=0, timeout=timeout, http_client=direct
+    )
+
+
 def measure(server: Server, max_tokens: int) -> Report:
     """Times the second of two equal requests, and holds their greedy answers to be the same."""
-    direct = DefaultHttpxClient(trust_env=False)  # no proxy to the loopback
-    client = OpenAI(base_url=server.url, api_key="none", max_retries=0, http_client=direct)
-    first, second = (_ask(client, server, max_tokens) for _ in range(2))
+    api = openai_client(server)
+    first, second = (_ask(api, server, max_tokens) for _ in range(2))
     if first.text != second.text:
         raise ServeError(f"two equal requests gave {first.text!r} and then {second.text!r}")
     return second

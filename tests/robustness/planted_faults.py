@@ -133,9 +133,9 @@ def failing_tests(tree: Path, tests: list[str]) -> tuple[list[str], str]:
     result = subprocess.run(
         [*command, *tests], cwd=tree, env=environment, capture_output=True, text=True
     )
-    failed = re.findall(r"^FAILED (\S+?\.py::\w+)", result.stdout, re.MULTILINE)
     if result.returncode not in (0, 1):
-        return [], f"pytest itself ended with {result.returncode}"
+        return [], f"pytest itself ended with {result.returncode}: {result.stderr[-300:].strip()}"
+    failed = re.findall(r"^FAILED (\S+?\.py::\w+)", result.stdout, re.MULTILINE)
     return list(dict.fromkeys(failed)), result.stdout.strip().splitlines()[-1]
 
 

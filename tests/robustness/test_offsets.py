@@ -7,17 +7,17 @@ it were cut to 32 or 31 bits, nothing may have been written.
 from __future__ import annotations
 
 import mmap
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import DTYPES, Array, Case, Pool, assert_same_bits, assert_same_pool, normal
 from max.dtype import DType
+from soak import ROLLUP, resident_bytes
 
 from gdn_graph import GatedDeltaGeometry
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs sparse anonymous memory")
+pytestmark = pytest.mark.skipif(not ROLLUP.exists(), reason=f"needs sparse memory and {ROLLUP}")
 
 G = GatedDeltaGeometry(1, 1, 8, 5)
 MAP_NORESERVE = 0x4000  # mmap has no name for it
@@ -35,14 +35,11 @@ def available_bytes() -> int:
     with open("/proc/meminfo") as meminfo:
         line = next(line for line in meminfo if line.startswith("MemAvailable"))
     free = int(line.split()[1]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    most = limit.read_text().strip() if limit.is_file() else "max"
-    return free if most == "max" else min(free, int(most))
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * mmap.PAGESIZE
+    group = Path("/sys/fs/cgroup")
+    if not (group / "memory.max").is_file():
+        return free
+    most, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    return free if most == "max" else min(free, int(most) - int(used))
 
 
 class Sparse:

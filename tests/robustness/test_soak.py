@@ -7,10 +7,10 @@ import mmap
 import pytest
 import soak
 
-linux = pytest.mark.skipif(not soak.ROLLUP.exists(), reason=f"reads {soak.ROLLUP}")
+has_rollup = pytest.mark.skipif(not soak.ROLLUP.exists(), reason=f"reads {soak.ROLLUP}")
 
 
-@linux
+@has_rollup
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_c64_memory_is_flat_and_rounds_are_equal(ops_of, dtype):
     result = soak.soak(ops_of(dtype), 1500, "2x3x32x24", dtype)
@@ -20,7 +20,7 @@ def test_c64_memory_is_flat_and_rounds_are_equal(ops_of, dtype):
     assert result.growth <= 0.01
 
 
-@linux
+@has_rollup
 @pytest.mark.slow
 def test_c64_20000_steps(ops_of):
     result = soak.soak(ops_of("f32"), 20_000, "2x3x32x24", "f32")
@@ -29,7 +29,7 @@ def test_c64_20000_steps(ops_of):
     assert result.growth <= 0.01
 
 
-@linux
+@has_rollup
 def test_a_leak_and_a_differing_round_show():
     """The control: what the two figures are made of notices a leak of a hundredth, and one bit."""
     leaking = [mb * 2**20 for mb in (400, 400, 401, 402, 405)]

@@ -193,8 +193,7 @@ class Machine(RuleBasedStateMachine):
 
     def check_spec(self, out: Array, want: Array, what: str) -> None:
         # A batch may have one output, which cancels to little more than its rounding.
-        scale = max(float(np.abs(want).max(initial=0)), 0.1)
-        assert np.abs(out - want).max(initial=0) < 4 * TOLERANCE * scale, what
+        assert relative_error(out, want, least=0.1) < 4 * TOLERANCE, what
 
     # The rules.
 

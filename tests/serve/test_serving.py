@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from numpy_qwen35 import Qwen35
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 from PIL import Image
 from serving import MAX_LENGTH, SLOTS
 from transformers import AutoTokenizer
 
+from gdn_graph.serve.check import openai_client
 from gdn_graph.serve.server import Server
 
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ class Client:
 
     def __init__(self, server: Server) -> None:
         self.model = server.model
-        self.api = OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=120)
+        self.api = openai_client(server, timeout=120)
         self.tokenizer = AutoTokenizer.from_pretrained(server.model)
         self.greedy = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 

@@ -4,7 +4,7 @@ Elementwise, for the records r = 0 .. a-1 in order: S = fma(k_r, f_r, S * d_r), 
 written once. In the block form the decays of four records are one product, in front of them:
 S = S * D, then S = fma(k_r, F_r, S) with each factor scaled to the end of its block (block.mojo). A
 state is worked on in memory order, in rows or parts of them, with the delta factors and decays of
-up to eight records in registers; more records are read again for each row.
+up to eight records held for all rows; more records are read again for each row.
 
 Whole rows with one record or two are one stream, which the processor prefetches better than we do;
 in parts of rows, and beside the arithmetic of more records, it does not see far enough.
@@ -158,11 +158,11 @@ def fold_rows[
     A: Int, state: DType, ring: DType, block: Bool
 ](S: P[state], KD: Int, VD: Int, records: HeadRecords[ring, block], next: P[state]):
     """Folds A records, or any number at A = 0, in pieces as wide as the registers allow."""
-    # The A * NV delta factors that are held and the NV vectors of the row share the registers; but
-    # up to four records memory decides, and whole rows of float32 are worth spilling factors for.
+    # The A * NV delta factors that are held and the NV vectors of the row share the registers. With
+    # three or four records in float32 memory decides: longer pieces are worth spilling factors for.
     comptime FEW = 0 < A <= 2
-    comptime WHOLE = FEW or (0 < A <= 4 and state == F32)
-    comptime HELD = 8 if WHOLE else (4 if A <= 4 else 2)
+    comptime LONG = FEW or (0 < A <= 4 and state == F32 and W >= 16)
+    comptime HELD = 8 if LONG else (4 if A <= 4 else 2)
     comptime NV = HELD if W >= 16 else max(HELD // 2, 1)
     comptime TAIL = min(NV, 2)
     comptime if FEW:
@@ -170,11 +170,12 @@ def fold_rows[
             fold_columns[A=A, NV=NV, partial=False, LINES=0](S, KD, VD, records, 0, VD, next)
             return
     var c = 0
-    while VD - c >= NV * W:
-        fold_columns[A=A, NV=NV, partial=False, LINES=max(NV * W // LINE[state], 1)](
-            S, KD, VD, records, c, NV * W, next + c * KD
-        )
-        c += NV * W
+    comptime for N in [NV, max(NV // 2, 1)]:
+        while VD - c >= N * W:
+            fold_columns[A=A, NV=N, partial=False, LINES=max(N * W // LINE[state], 1)](
+                S, KD, VD, records, c, N * W, next + c * KD
+            )
+            c += N * W
     while c < VD:
         fold_columns[A=A, NV=TAIL, partial=True, LINES=max(TAIL * W // LINE[state], 1)](
             S, KD, VD, records, c, VD - c, next + c * KD

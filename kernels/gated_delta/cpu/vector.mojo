@@ -87,7 +87,7 @@ def store[dtype: DType, partial: Bool](p: P[dtype], v: Vector, n: Int):
 
 # Whether NV vectors of a row are read two at a time: a 32-bit word holds two bfloat16, and a shift
 # and a mask make a vector of the even columns and one of the odd. Read singly, a vector takes two
-# operations, both from pipes that multiply.
+# operations, on x86 both from pipes that multiply.
 comptime PAIRED[dtype: DType, NV: Int, partial: Bool] = (
     dtype == DType.bfloat16 and NV % 2 == 0 and not partial
 )
