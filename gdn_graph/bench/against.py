@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import gdn_graph
 
 NOW = "now"
+_PACKAGE: Final = Path(gdn_graph.__file__).resolve().parent
 
 
 @contextmanager
@@ -22,14 +24,7 @@ def trees(commit: str) -> Iterator[dict[str, Path]]:
     Raises:
         ValueError: If this package is not in a git checkout, or the commit is not in it.
     """
-    package = Path(gdn_graph.__file__).resolve().parent
-    root = package.parent
-    top = _git(package, "rev-parse", "--show-toplevel")
-    if top.returncode != 0 or Path(top.stdout.strip()) != root:
-        raise ValueError(
-            f"bench: --against needs a git checkout of gdn-graph, and {package} is not in one; run "
-            "it from a checkout, installed with pip install -e"
-        )
+    root = _checkout()
     found = _git(root, "rev-parse", "--short", "--verify", "--quiet", f"{commit}^{{commit}}")
     if found.returncode != 0:
         raise ValueError(f"bench: --against is {commit!r}; need a commit of {root}")
@@ -47,15 +42,27 @@ def trees(commit: str) -> Iterator[dict[str, Path]]:
 
 def commit() -> str:
     """The short hash of this checkout, with a + if files differ from it; "" if it is none."""
-    folder = Path(gdn_graph.__file__).resolve().parent
     try:
-        head = _git(folder, "rev-parse", "--short", "HEAD")
-        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", ".")
+        root = _checkout()
     except ValueError:
         return ""
+    head = _git(root, "rev-parse", "--short", "HEAD")
     if head.returncode != 0:
         return ""
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no", _PACKAGE.name)
     return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
+def _checkout() -> Path:
+    """The top of the git checkout that this package is in, not of one that merely holds it."""
+    root = _PACKAGE.parent
+    top = _git(_PACKAGE, "rev-parse", "--show-toplevel")
+    if top.returncode != 0 or Path(top.stdout.strip()) != root:
+        raise ValueError(
+            f"bench: --against needs a git checkout of gdn-graph, and {_PACKAGE} is not in one; "
+            "run it from a checkout, installed with pip install -e"
+        )
+    return root
 
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

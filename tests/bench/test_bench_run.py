@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,17 +52,8 @@ def test_the_c_reference_is_right():
     assert all(0 < e.error < 2e-6 for e in entries)
 
 
-def is_checkout() -> bool:
-    """Whether there is git, and it knows a commit of this tree, not of one that this tree is in."""
-    if not shutil.which("git"):
-        return False
-    command = ["git", "rev-parse", "--show-toplevel", "--verify", "HEAD"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return found.returncode == 0 and Path(found.stdout.splitlines()[0]) == ROOT
-
-
 def test_against_the_same_commit_yields_rows():
-    if not is_checkout():
+    if not against.commit():
         pytest.skip("not a git checkout")
     with against.trees("HEAD") as trees:
         now, then = trees
