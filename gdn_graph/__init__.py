@@ -3,5 +3,6 @@
 from . import ops
 from .geometry import GatedDeltaGeometry
 from .library import kernel_library, overlay
+from .timers import timer_slack
 
-__all__ = ["GatedDeltaGeometry", "kernel_library", "ops", "overlay"]
+__all__ = ["GatedDeltaGeometry", "kernel_library", "ops", "overlay", "timer_slack"]

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from . import ops, reference
 from .geometry import PADDING, GatedDeltaGeometry
 from .library import kernel_library
+from .timers import timer_slack
 
 Array = NDArray[Any]
 
@@ -453,7 +454,9 @@ def _run(model: Model, *operands: Any) -> list[Array]:
     inputs = [
         x.buffer() if isinstance(x, _StatePool) else np.ascontiguousarray(x) for x in operands
     ]
-    return [np.array(out.to_numpy()) for out in model.execute(*inputs)]
+    with timer_slack():  # this may be the first execute of the process
+        outputs = model.execute(*inputs)
+    return [np.array(out.to_numpy()) for out in outputs]
 
 
 def _seconds(call: Callable[..., Any], *arguments: Any) -> float:

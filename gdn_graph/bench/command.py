@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 
 from . import against
 from . import report as reports
-from .peers import HIDDEN, PEERS, C
+from .peers import HIDDEN, KINDS, PEERS, C
 from .peers_ours import OURS
 from .run import Bench, Options, Report, Table, default_threads
 from .shapes import SETS, Shape
@@ -78,7 +78,7 @@ def options(
         seconds=seconds or default_seconds,
         wait=30.0 if wait is None else wait,
     )
-    if not any({**PEERS, **HIDDEN}[name].takes(s) for s in chosen for name in names):
+    if not any(KINDS[name].takes(s) for s in chosen for name in names):
         raise ValueError("bench: none of the peers takes any of the shapes; see --list")
     return result
 

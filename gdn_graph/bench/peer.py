@@ -50,6 +50,8 @@ class Peer:
     """The C peer that does the same as well as is known."""
     tokens: ClassVar[tuple[int, int]] = (1, 1 << 30)
     """The fewest and the most that it takes."""
+    calm: ClassVar[bool] = False
+    """Whether its process starts inside gdn_graph.timer_slack()."""
     layers: ClassVar[bool] = False
     """Whether it takes more than one layer."""
     tolerances: ClassVar[Mapping[str, float]] = {}

@@ -7,7 +7,7 @@ import numpy as np
 from gdn_graph import reference
 
 from .peer import Array, Peer
-from .peers_c import CBlk, CFold, CFoldPaced, CRec, CRecPaced, CVerify
+from .peers_c import CBlk, CFold, CFoldPaced, CRec, CRecPaced, CVerify, Limits
 from .peers_libraries import LIBRARIES
 from .peers_ours import OURS
 from .problems import Problem, Recurrence
@@ -54,3 +54,5 @@ C: dict[str, type[Peer]] = {
 PEERS: dict[str, type[Peer]] = {**OURS, **C, **LIBRARIES}
 HIDDEN: dict[str, type[Peer]] = {peer.name: peer for peer in (Specification, Wrong)}
 """Left out unless named in full."""
+KINDS: dict[str, type[Peer]] = {**PEERS, **HIDDEN, Limits.name: Limits}
+"""Everything that a worker can be."""

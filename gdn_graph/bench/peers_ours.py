@@ -17,6 +17,7 @@ class Ours(Peer):
     """Compiles every graph of the run in one module, or finds them in MAX's cache."""
 
     kind = "recurrence"
+    calm = True
     pool_dtype: ClassVar[str] = "float32"
 
     def __init__(self, settings: Settings) -> None:
@@ -219,6 +220,18 @@ class VerifyBf16(Verify):
     state_bytes = 2
 
 
+class PlainStock(Plain):
+    name = "ours_plain_stock"
+    about = "ours_plain without gdn_graph.timer_slack()"
+    calm = False
+
+
+class VerifyStock(Verify):
+    name = "ours_verify_stock"
+    about = "ours_verify without gdn_graph.timer_slack()"
+    calm = False
+
+
 class Block(Plain):
     name = "ours_block"
     about = 'gated_delta_recurrence_fwd, algorithm="block"'
@@ -361,6 +374,8 @@ OURS: dict[str, type[Ours]] = {
         Verify,
         PlainBf16,
         VerifyBf16,
+        PlainStock,
+        VerifyStock,
         Block,
         BlockVerify,
         StateFold,

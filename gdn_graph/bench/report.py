@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from . import step_bytes
-from .peers import HIDDEN, PEERS
+from .peers import KINDS
 from .peers_ours import OURS
 from .run import Report, Table
 
@@ -29,7 +29,7 @@ def rows(table: Table) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"shape": shape.name, **shape.as_dict(), "peer": entry.label}
         row |= {"status": entry.status, "reason": entry.reason, "error": entry.error}
         if entry.status == "timed":
-            twin = table.timed({**PEERS, **HIDDEN}[entry.peer].twin)
+            twin = table.timed(KINDS[entry.peer].twin)
             row |= {
                 "min_us": entry.best / 1e3,
                 "median_us": entry.median / 1e3,

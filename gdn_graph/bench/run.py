@@ -12,12 +12,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from gdn_graph.timers import timer_slack
+
 from .machine import Load, can_stop, cpus, describe
-from .peers import HIDDEN, PEERS
+from .peers import KINDS, PEERS
 from .peers_c import Limits
 from .peers_ours import OURS
 from .shapes import Shape, least_work
@@ -172,14 +175,17 @@ class Worker:
         else:
             module = "gdn_graph_bench.worker"
             environment["PYTHONPATH"] = os.pathsep.join([str(tree), str(_standalone(log.parent))])
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, peer, threads, graphs],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            env=environment,
-        )
+        # A process takes over the slack of the thread that starts it.
+        calm = KINDS[peer].calm
+        with timer_slack() if calm else nullcontext():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, peer, threads, graphs],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log.open("w"),
+                text=True,
+                env=environment,
+            )
 
     def ask(self, ask: str, **arguments: Any) -> dict[str, Any]:
         """The answer; "failed" if the process died or did not answer in time."""
@@ -253,8 +259,7 @@ class Bench:
 
     def peers_of(self, shape: Shape) -> list[str]:
         """The entries of a table, in order."""
-        known = {**PEERS, **HIDDEN}
-        names = [name for name in self.options.peers if known[name].takes(shape)]
+        names = [name for name in self.options.peers if KINDS[name].takes(shape)]
         if not self.trees:
             return names
         return [f"{name}@{label}" for name in names for label in self.trees]

@@ -55,12 +55,10 @@ class Worker:
 
     def __init__(self, name: str, threads: int, graphs: list[list[Any]]) -> None:
         from .peer import Settings
-        from .peers import HIDDEN, PEERS
-        from .peers_c import Limits
+        from .peers import KINDS
 
-        kinds = {**PEERS, **HIDDEN, Limits.name: Limits}
         wanted = tuple((str(peer), int(layers)) for peer, layers in graphs)
-        self.peer = kinds[name](Settings(threads, wanted))
+        self.peer = KINDS[name](Settings(threads, wanted))
         self.started = dict(vars(self.peer))
 
     def start(self) -> dict[str, Any]:
@@ -92,6 +90,9 @@ class Worker:
             gc.enable()
 
     def rates(self) -> dict[str, Any]:
+        from .peers_c import Limits
+
+        assert isinstance(self.peer, Limits)
         return {"rates": self.peer.rates()}
 
     def free(self) -> dict[str, Any]:

@@ -25,10 +25,17 @@ from max.pipelines.architectures import qwen3_5, unified_mtp_qwen3_5
 from max.pipelines.architectures.qwen3_5 import tokenizer as qwen3_5_tokenizer
 from max.pipelines.architectures.qwen3vl_moe.context import Qwen3VLTextAndVisionContext
 from max.pipelines.context.exceptions import InputError
-from max.pipelines.lib import MAXModelConfig, PipelineConfig, SupportedArchitecture
+from max.pipelines.lib import (
+    MAXModelConfig,
+    ModelInputs,
+    ModelOutputs,
+    PipelineConfig,
+    SupportedArchitecture,
+)
 from max.pipelines.modeling.types import TextGenerationRequest
 
 from gdn_graph.library import overlay
+from gdn_graph.timers import timer_slack
 
 _PROCESS: Final = ExitStack()
 _PROCESS.enter_context(overlay())
@@ -126,6 +133,10 @@ class Qwen3_5Model(qwen3_5.Qwen3_5Model):
             return super().load_model(session)
         with _identity_collectives():
             return super().load_model(session)
+
+    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
+        with timer_slack():  # this may be the first execute of the process
+            return super().execute(model_inputs)
 
 
 class UnifiedMTPQwen3_5Model(unified_mtp_qwen3_5.UnifiedMTPQwen3_5Model):

@@ -14,12 +14,16 @@ A window of two or more tokens works on a tile of two vectors of columns that st
     last pass    x = tile + k * f;        out += x * q;   S = x (plain only)
 
 Readout of a token and kv of the next share a pass, and the tile is kept already decayed, so a token
-costs four multiply-add slots a state element. One token alone runs over whole rows in memory order
-instead, and recomputes S * d rather than storing it. The bytes of the head that comes next are
-prefetched meanwhile, one line a row: more at once would stall the passes.
+costs four multiply-add slots a state element. The bytes of the head that comes next are prefetched
+meanwhile, one line a row at most, and none in a pass that stores the state: a core has some twenty
+lines on their way at a time, and the stores would wait for those from memory.
+
+One token alone, and two that replace a float32 state, have too few passes for that. They run over
+whole rows in memory order, and each pass computes the state from S again rather than storing it.
 """
 
 from std.math import fma
+from std.sys import size_of
 
 from ..checks import HeadGeometry, PADDING
 from ..ring import RecordLayout
@@ -82,7 +86,10 @@ def window_on_tiles[
 
     for i in range(count):
         var c = first + i * TW
+        # Lines of the next head: all before the last pass, whose stores wait for lines of L2 behind
+        # those of memory, and as few at a time as that allows.
         var pf = w.next + c * KD
+        var lines = LINES_PER_ROW * KD
         for t in range(last):
             expect[NV=NV](w, t + 2, c)
             var f = delta_factors[partial=partial](w, t, c, n, kv)
@@ -107,11 +114,21 @@ def window_on_tiles[
                     kv[j] = fma(s, knr, kv[j])
                 tp += TW
 
-            if t < LINES_PER_ROW:
+            if lines > (last - t) * KD - KD // 2:
                 for r in range(KD):
                     into_l2(pf)
                     pf += LINE[state]
                     step(r)
+                lines -= KD
+            elif lines > 0:
+                for r in range(0, KD - 1, 2):
+                    into_l2(pf)
+                    pf += LINE[state]
+                    step(r)
+                    step(r + 1)
+                if KD % 2 == 1:
+                    step(KD - 1)
+                lines -= KD // 2
             else:
                 for r in range(KD):
                     step(r)
@@ -146,8 +163,6 @@ def window_on_tiles[
             sp += VD
             tp += TW
 
-        # The second half of the prefetch, if the window was too short for it.
-        var lines = KD if last < LINES_PER_ROW else 0
         d = splat(w.decay, 0)
         comptime for write in [False, True]:
             comptime for load_next in [False, True]:
@@ -155,64 +170,77 @@ def window_on_tiles[
                     comptime if load_next:
                         expect[NV=NV](w, 0, c + TW)
                         expect[NV=NV](w, 1, c + TW)
-                    for r in range(lines):
+                    # What a window of two tokens has left.
+                    var rest = KD if lines >= KD else 0
+                    for r in range(rest):
                         into_l2(pf)
                         pf += LINE[state]
                         finish[write, load_next](r)
-                    for r in range(lines, KD):
+                    for r in range(rest, KD):
                         finish[write, load_next](r)
         put_out[partial=partial](w, last, c, n, out)
 
 
-def token_on_rows[
-    work: DType, state: DType, ring: DType, NV: Int, partial: Bool
+def tokens_on_rows[
+    work: DType, state: DType, ring: DType, T: Int, NV: Int, partial: Bool
 ](w: Window[work, state, ring], c: Int, n: Int, next: P[state]):
-    """Runs one token on columns [c, c + n), rows in memory order; same bits as the tile."""
+    """Runs T tokens on columns [c, c + n), rows in memory order; same bits as the tile.
+
+    Pass t applies the first t updates to S, reads out token t - 1 and sums kv of token t.
+    """
     comptime LINES_PER_ROW = max(NV * W // LINE[state], 1)
-    comptime IN_KV_PASS = LINES_PER_ROW // 2
-    comptime IN_UPDATE_PASS = LINES_PER_ROW - IN_KV_PASS
-    var d = splat(w.decay, 0)
-    var kv = Array[Vector, NV](fill=Vector(0))
-    var sp = w.S + c
+    # Few lines of the next head in the last pass, which has the stores; of a state of fewer bytes
+    # there are fewer lines to a pass.
+    comptime IN_LAST_PASS = LINES_PER_ROW // size_of[Scalar[state]]()
+    comptime BEFORE = LINES_PER_ROW - IN_LAST_PASS
+    var d = Array[Vector, T](fill=Vector(0))
+    comptime for t in range(T):
+        expect[NV=NV](w, t, c)
+        d[t] = splat(w.decay, t * w.gate_stride)
+    var f = Array[Array[Vector, NV], T](fill=Array[Vector, NV](fill=Vector(0)))
     var pf = next
-    for r in range(w.KD):
-        var kr = splat(w.k, r)
-        var s = load_row[NV=NV, partial=partial](sp, n)
-        comptime for j in range(NV):
-            kv[j] = fma(s[j] * d, kr, kv[j])
-        comptime for i in range(IN_KV_PASS):
-            into_l2(pf + i * LINE[state])
-        pf += IN_KV_PASS * LINE[state]
-        sp += w.VD
-    from_row_order[state, partial=partial](kv)
-    var f = delta_factors[partial=partial](w, 0, c, n, kv)
-    to_row_order[state, partial=partial](f)
-    var out = Array[Vector, NV](fill=Vector(0))
-    sp = w.S + c
 
-    @always_inline
-    def update[write: Bool](r: Int) {imm w, imm d, imm f, imm n, mut out, mut sp, mut pf}:
-        var kr = splat(w.k, r)
-        var qr = splat(w.q, r)
-        var x = load_row[NV=NV, partial=partial](sp, n)
-        comptime for j in range(NV):
-            x[j] = fma(kr, f[j], x[j] * d)
-            out[j] = fma(x[j], qr, out[j])
-        comptime if write:
-            store_row[partial=partial](sp, x, n)
-        comptime for i in range(IN_UPDATE_PASS):
-            into_l2(pf + i * LINE[state])
-        pf += IN_UPDATE_PASS * LINE[state]
-        sp += w.VD
+    comptime for t in range(T + 1):
+        comptime LINES = IN_LAST_PASS if t == T else BEFORE * (t + 1) // T - BEFORE * t // T
+        var out = Array[Vector, NV](fill=Vector(0))
+        var kv = Array[Vector, NV](fill=Vector(0))
+        var sp = w.S + c
 
-    if w.records:
-        for r in range(w.KD):
-            update[False](r)
-    else:
-        for r in range(w.KD):
-            update[True](r)
-    from_row_order[state, partial=partial](out)
-    put_out[partial=partial](w, 0, c, n, out)
+        @always_inline
+        def step[write: Bool](r: Int) {imm w, imm d, imm f, imm n, mut out, mut kv, mut sp, mut pf}:
+            var x = load_row[NV=NV, partial=partial](sp, n)
+            comptime for u in range(t):
+                var kr = splat(w.k + u * w.KD, r)
+                comptime for j in range(NV):
+                    x[j] = fma(kr, f[u][j], x[j] * d[u])
+            comptime if t > 0:
+                var qr = splat(w.q + (t - 1) * w.KD, r)
+                comptime for j in range(NV):
+                    out[j] = fma(x[j], qr, out[j])
+            comptime if t < T:
+                var kr = splat(w.k + t * w.KD, r)
+                comptime for j in range(NV):
+                    kv[j] = fma(x[j] * d[t], kr, kv[j])
+            comptime if write:
+                store_row[partial=partial](sp, x, n)
+            comptime for i in range(LINES):
+                into_l2(pf + i * LINE[state])
+            pf += LINES * LINE[state]
+            sp += w.VD
+
+        if t < T or w.records:
+            for r in range(w.KD):
+                step[False](r)
+        else:
+            for r in range(w.KD):
+                step[True](r)
+        comptime if t > 0:
+            from_row_order[state, partial=partial](out)
+            put_out[partial=partial](w, t - 1, c, n, out)
+        comptime if t < T:
+            from_row_order[state, partial=partial](kv)
+            f[t] = delta_factors[partial=partial](w, t, c, n, kv)
+            to_row_order[state, partial=partial](f[t])
 
 
 def window_on_columns[
@@ -220,15 +248,17 @@ def window_on_columns[
 ](w: Window[work, state, ring], c0: Int, c1: Int, tile: P[F32]):
     """Runs the window on columns [c0, c1), in pieces as wide as the registers and L1 allow."""
     var c = c0
-    if w.T == 1:
-        comptime for NV in [ROW_VECTORS, ROW_VECTORS // 2, 2]:
-            while c1 - c >= NV * W:
-                token_on_rows[NV=NV, partial=False](w, c, NV * W, w.next + c * w.KD)
-                c += NV * W
-        while c < c1:
-            token_on_rows[NV=1, partial=True](w, c, min(c1 - c, W), w.next + c * w.KD)
-            c += W
-        return
+    comptime for T in [1, 2]:
+        comptime if T == 1 or state == F32:
+            if w.T == T and (T == 1 or not w.records):
+                comptime for NV in [ROW_VECTORS, ROW_VECTORS // 2, 2]:
+                    while c1 - c >= NV * W:
+                        tokens_on_rows[T=T, NV=NV, partial=False](w, c, NV * W, w.next + c * w.KD)
+                        c += NV * W
+                while c < c1:
+                    tokens_on_rows[T=T, NV=1, partial=True](w, c, min(c1 - c, W), w.next + c * w.KD)
+                    c += W
+                return
     if w.KD * 2 * W * 4 <= TILE_BYTES:
         var count = (c1 - c) // (2 * W)
         if count > 0:
