@@ -374,8 +374,6 @@ OURS: dict[str, type[Ours]] = {
         Verify,
         PlainBf16,
         VerifyBf16,
-        PlainStock,
-        VerifyStock,
         Block,
         BlockVerify,
         StateFold,
@@ -383,6 +381,8 @@ OURS: dict[str, type[Ours]] = {
         ConvOp,
         ConvSilu,
         ConvThenSilu,
+        PlainStock,
+        VerifyStock,
     )
 }
 
