@@ -272,8 +272,9 @@ class Bench:
     def run(self) -> Iterator[Table]:
         """Yields each table when it is done."""
         start = time.monotonic()
-        for shape in self.options.shapes:
+        for done, shape in enumerate(self.options.shapes, 1):
             table = self._table(shape)
+            self._retire(self.options.shapes[done:])
             self.report.tables.append(table)
             self.report.seconds = time.monotonic() - start
             yield table
@@ -317,6 +318,12 @@ class Bench:
                 return None
             self.report.versions.update(answer["versions"])
         return self.workers[name]
+
+    def _retire(self, later: Sequence[Shape]) -> None:
+        """Ends the processes that no later table needs: each keeps a gigabyte or two."""
+        needed = {Limits.name, *(name for shape in later for name in self.peers_of(shape))}
+        for name in self.workers.keys() - needed:
+            self.workers.pop(name).close()
 
     def _drop(self, name: str, answer: dict[str, Any]) -> Entry:
         self.workers.pop(name).close()

@@ -14,12 +14,16 @@ from gdn_graph.bench.shapes import Shape
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def tables(shapes, peers, trees=None) -> list[Table]:
-    """The tables of a run of one short burst a peer."""
-    options = Options(
+def short(shapes, peers) -> Options:
+    """One short burst a peer."""
+    return Options(
         shapes, peers, threads=1, rounds=1, seconds=0, wait=0, cold_bytes=1, limits=False
     )
-    with Bench(options, trees=trees) as bench:
+
+
+def tables(shapes, peers, trees=None) -> list[Table]:
+    """The tables of a short run."""
+    with Bench(short(shapes, peers), trees=trees) as bench:
         return list(bench.run())
 
 
@@ -35,6 +39,17 @@ def test_a_wrong_peer_is_red_and_not_timed():
 def test_a_peer_that_raises_is_reported():
     (table,) = tables([Shape("recurrence", 1 << 40, 1)], ["specification"])
     assert table.entries[0].status == "failed" and table.entries[0].reason
+
+
+def test_a_process_ends_with_its_last_table():
+    """All of them to the end of a run would not fit the memory of a small machine."""
+    shapes = [Shape("recurrence", 1, 1), Shape("recurrence", 1, 2)]
+    with Bench(short(shapes, ["specification"])) as bench:
+        alive = []
+        for table in bench.run():
+            assert [e.status for e in table.entries] == ["timed"]
+            alive.append("specification" in bench.workers)
+    assert alive == [True, False]
 
 
 def test_the_c_reference_is_right():
