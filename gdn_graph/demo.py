@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from . import ops, reference
 from .geometry import PADDING, GatedDeltaGeometry
 from .library import kernel_library
-from .timers import timer_slack
+from .timers import around_execute
 
 Array = NDArray[Any]
 
@@ -454,7 +454,7 @@ def _run(model: Model, *operands: Any) -> list[Array]:
     inputs = [
         x.buffer() if isinstance(x, _StatePool) else np.ascontiguousarray(x) for x in operands
     ]
-    with timer_slack():  # this may be the first execute of the process
+    with around_execute():
         outputs = model.execute(*inputs)
     return [np.array(out.to_numpy()) for out in outputs]
 

@@ -43,7 +43,7 @@ from .geometry import PADDING, STATE_DTYPES, GatedDeltaGeometry
 from .layer import ConvCapture, LayerRing, LayerState
 from .library import kernel_library
 from .slots import Slots
-from .timers import timer_slack
+from .timers import around_execute
 
 ConvCommit = Literal["fold", "replay"]
 Forward = Callable[[Sequence[Value[Any]], "list[Window]"], Sequence[TensorValue]]
@@ -480,7 +480,7 @@ class SpeculativeStates:
         width = max(drafts, default=0)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.uint32)
         rows = self._slots.rows(slots)
-        with timer_slack():  # this may be the first execute of the process
+        with around_execute():
             outputs = self._verify.execute(
                 *inputs, *self._device_inputs([rows, offsets]), _width(width)
             )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from itertools import count
 from typing import Final
 
 _PR_SET_TIMERSLACK: Final = 29
@@ -14,7 +16,10 @@ _PR_GET_TIMERSLACK: Final = 30
 
 @contextmanager
 def timer_slack(seconds: float = 0.005) -> Iterator[None]:
-    """Run the first execute of a process in this, and a thread of MAX stops costing 5 to 10 %.
+    """Lets timed waits of threads started inside end late, so that MAX's timer thread wakes less.
+
+        with gdn_graph.timer_slack():
+            model.execute(*inputs)  # the first execute of the process
 
     The first execute starts a thread that waits for 100 microseconds over and over, also while
     nothing runs. Its 5,500 wake-ups a second take a tenth of a core from the kernels: on two cores
@@ -22,41 +27,41 @@ def timer_slack(seconds: float = 0.005) -> Iterator[None]:
 
     On Linux a thread's timed waits may end late by its timer slack, 50 microseconds unless it was
     set, and a new thread takes over the slack of the one that starts it. Inside this context the
-    calling thread has a larger one, so a thread that it starts wakes some 200 times a second. The
-    work that MAX hands from thread to thread does not wait for a timer. Threads that run already
-    keep theirs, other systems than Linux have no such thing, and there this does nothing.
-
-        with gdn_graph.timer_slack():
-            model.execute(*inputs)
+    calling thread has a larger one, so a thread that it starts wakes some 200 times a second.
+    Threads that run already keep theirs. Where there is no slack to be set (other systems, a
+    sandbox that forbids it) this does nothing. Do not hold it across an await: it is the thread's.
 
     Args:
         seconds: How late a wait of the threads started inside may end.
 
     Raises:
-        ValueError: If that is not above 0.
+        ValueError: If that is not above 0 and at most 1.
     """
-    if not seconds > 0:
-        raise ValueError(f"timer_slack: seconds is {seconds}; need more than 0")
-    before = _get()
+    if not 0 < seconds <= 1:
+        raise ValueError(f"timer_slack: seconds is {seconds}; need more than 0, and 1 at most")
+    before = _prctl()(_PR_GET_TIMERSLACK, 0, 0, 0, 0)  # 0 or less where there is none to be set
     if before > 0:
-        _set(max(int(seconds * 1e9), 1))
+        _prctl()(_PR_SET_TIMERSLACK, max(int(seconds * 1e9), 1), 0, 0, 0)
     try:
         yield
     finally:
         if before > 0:
-            _set(before)
+            _prctl()(_PR_SET_TIMERSLACK, before, 0, 0, 0)
 
 
-def _get() -> int:
-    """The calling thread's timer slack in ns; 0 or less where there is none to be set."""
-    return _prctl(_PR_GET_TIMERSLACK, 0)
+_executes: Final = count()
 
 
-def _set(ns: int) -> None:
-    _prctl(_PR_SET_TIMERSLACK, ns)
+def around_execute() -> AbstractContextManager[None]:
+    """For every execute of this package: timer_slack() around the first, nothing later on."""
+    return timer_slack() if next(_executes) == 0 else nullcontext()
 
 
-def _prctl(option: int, value: int) -> int:
+@cache
+def _prctl() -> Callable[..., int]:
     if not sys.platform.startswith("linux"):
-        return 0
-    return int(ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0))
+        return lambda *_: 0
+    prctl = ctypes.CDLL(None).prctl
+    prctl.argtypes = [ctypes.c_int, *4 * [ctypes.c_ulong]]
+    prctl.restype = ctypes.c_int
+    return prctl

@@ -35,7 +35,7 @@ from max.pipelines.lib import (
 from max.pipelines.modeling.types import TextGenerationRequest
 
 from gdn_graph.library import overlay
-from gdn_graph.timers import timer_slack
+from gdn_graph.timers import around_execute
 
 _PROCESS: Final = ExitStack()
 _PROCESS.enter_context(overlay())
@@ -135,7 +135,7 @@ class Qwen3_5Model(qwen3_5.Qwen3_5Model):
             return super().load_model(session)
 
     def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        with timer_slack():  # this may be the first execute of the process
+        with around_execute():
             return super().execute(model_inputs)
 
 

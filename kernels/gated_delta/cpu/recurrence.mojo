@@ -19,7 +19,8 @@ meanwhile, one line a row at most, and none in a pass that stores the state: a c
 lines on their way at a time, and the stores would wait for those from memory.
 
 One token alone, and two that replace a float32 state, have too few passes for that. They run over
-whole rows in memory order, and each pass computes the state from S again rather than storing it.
+whole rows in memory order, with up to six lines a row, and each pass computes the state from S
+again rather than storing it.
 """
 
 from std.math import fma
@@ -87,7 +88,7 @@ def window_on_tiles[
     for i in range(count):
         var c = first + i * TW
         # Lines of the next head: all before the last pass, whose stores wait for lines of L2 behind
-        # those of memory, and as few at a time as that allows.
+        # those of memory, and as few at a time as that allows (one may be lost at an odd KD).
         var pf = w.next + c * KD
         var lines = LINES_PER_ROW * KD
         for t in range(last):
@@ -170,7 +171,7 @@ def window_on_tiles[
                     comptime if load_next:
                         expect[NV=NV](w, 0, c + TW)
                         expect[NV=NV](w, 1, c + TW)
-                    # What a window of two tokens has left.
+                    # What a verify of two tokens has left; it stores nothing.
                     var rest = KD if lines >= KD else 0
                     for r in range(rest):
                         into_l2(pf)
@@ -189,8 +190,8 @@ def tokens_on_rows[
     Pass t applies the first t updates to S, reads out token t - 1 and sums kv of token t.
     """
     comptime LINES_PER_ROW = max(NV * W // LINE[state], 1)
-    # Few lines of the next head in the last pass, which has the stores; of a state of fewer bytes
-    # there are fewer lines to a pass.
+    # Of the lines of the next head, a quarter (float32) or a half (16 bits) in the last pass, which
+    # has the stores: as measured.
     comptime IN_LAST_PASS = LINES_PER_ROW // size_of[Scalar[state]]()
     comptime BEFORE = LINES_PER_ROW - IN_LAST_PASS
     var d = Array[Vector, T](fill=Vector(0))
