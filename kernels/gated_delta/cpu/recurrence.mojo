@@ -244,22 +244,32 @@ def tokens_on_rows[
             to_row_order[state, partial=partial](f[t])
 
 
+def window_on_rows[
+    work: DType, state: DType, ring: DType, T: Int
+](w: Window[work, state, ring], c0: Int, c1: Int):
+    """Runs a window of T tokens on columns [c0, c1) over whole rows, in ever narrower pieces."""
+    var c = c0
+    comptime for NV in [ROW_VECTORS, ROW_VECTORS // 2, 2]:
+        while c1 - c >= NV * W:
+            tokens_on_rows[T=T, NV=NV, partial=False](w, c, NV * W, w.next + c * w.KD)
+            c += NV * W
+    while c < c1:
+        tokens_on_rows[T=T, NV=1, partial=True](w, c, min(c1 - c, W), w.next + c * w.KD)
+        c += W
+
+
 def window_on_columns[
     work: DType, state: DType, ring: DType
 ](w: Window[work, state, ring], c0: Int, c1: Int, tile: P[F32]):
     """Runs the window on columns [c0, c1), in pieces as wide as the registers and L1 allow."""
+    if w.T == 1:
+        window_on_rows[T=1](w, c0, c1)
+        return
+    comptime if state == F32:
+        if w.T == 2 and not w.records:
+            window_on_rows[T=2](w, c0, c1)
+            return
     var c = c0
-    comptime for T in [1, 2]:
-        comptime if T == 1 or state == F32:
-            if w.T == T and (T == 1 or not w.records):
-                comptime for NV in [ROW_VECTORS, ROW_VECTORS // 2, 2]:
-                    while c1 - c >= NV * W:
-                        tokens_on_rows[T=T, NV=NV, partial=False](w, c, NV * W, w.next + c * w.KD)
-                        c += NV * W
-                while c < c1:
-                    tokens_on_rows[T=T, NV=1, partial=True](w, c, min(c1 - c, W), w.next + c * w.KD)
-                    c += W
-                return
     if w.KD * 2 * W * 4 <= TILE_BYTES:
         var count = (c1 - c) // (2 * W)
         if count > 0:
