@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or slack() <= 0, reason="there is no timer slack to be set"
 )
 
-WAKE_UPS = """
+TIMER_THREAD = """
 import os, sys, time
 from contextlib import nullcontext
 import numpy as np
@@ -45,11 +45,19 @@ def wake_ups():
 with Graph("g", input_types=[TensorType(DType.float32, [4], DeviceRef.CPU())]) as graph:
     graph.output(graph.inputs[0].tensor + 1)
 model = InferenceSession(devices=[CPU()]).load(graph)
+threads = wake_ups()
 with timer_slack() if sys.argv[1] == "calm" else nullcontext():
     model.execute(Buffer.from_numpy(np.zeros(4, np.float32)))
 before = wake_ups()
 time.sleep(1)
-print(max(count - before.get(thread, 0) for thread, count in wake_ups().items()))
+after = wake_ups()
+timer_thread = max(before.keys() & after.keys(), key=lambda thread: after[thread] - before[thread])
+try:
+    with open(f"/proc/{timer_thread}/timerslack_ns") as file:
+        slack = int(file.read())
+except PermissionError:  # for another thread than the caller it takes CAP_SYS_NICE
+    slack = None
+print(int(timer_thread not in threads), after[timer_thread] - before[timer_thread], slack)
 """
 
 
@@ -100,15 +108,18 @@ for _ in range(2):
     assert [int(line) for line in said.stdout.split()] == [5_000_000, slack()]
 
 
-def test_an_idle_max_wakes_less_often():
-    """Left as it comes, MAX's timer thread wakes some 5,500 times a second: that is the control."""
-    stock, calm = (
-        int(
-            subprocess.run(
-                [sys.executable, "-c", WAKE_UPS, how], check=True, stdout=subprocess.PIPE, text=True
-            ).stdout
-        )
-        for how in ("stock", "calm")
+@pytest.mark.parametrize("how", ["stock", "calm"])
+def test_the_timer_thread_of_max_starts_in_the_first_execute(how):
+    """Which thread it is shows by its wake-ups; their rate is no test, as other processes' timers
+    on the same core end a wait early."""
+    said = subprocess.run(
+        [sys.executable, "-c", TIMER_THREAD, how], check=True, stdout=subprocess.PIPE, text=True
     )
-    assert stock > 500, "MAX has no such thread any more, or this kernel no fine timers"
-    assert calm < stock / 4
+    is_new, wake_ups, its_slack = said.stdout.split()
+    assert int(wake_ups) > 20, "MAX has no such thread any more"
+    assert is_new == "1", "it was there before the first execute"
+    if its_slack == "None":
+        pytest.skip(
+            "another thread's timer slack cannot be read here; that it is taken over is tested"
+        )
+    assert int(its_slack) == {"stock": slack(), "calm": 5_000_000}[how]
