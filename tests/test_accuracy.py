@@ -16,7 +16,7 @@ geometries = pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMET
 
 def true_recurrence(case, dtype=np.float64):
     """Outputs and the states of the owned rows, by the specification."""
-    state = case.state.values.astype(dtype)
+    state = case.state.exact.astype(dtype)
     out = reference.gated_delta_recurrence_fwd(
         *case.gates, state, case.slots, case.offsets, dtype=dtype
     )
@@ -48,7 +48,7 @@ def test_the_specification_in_float32_is_as_close(geometry):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conv(ops_of, geometry, dtype):
     case = Case(geometry, [4, 0, 1, 6], DTYPES[dtype], seed=11)
-    true_state = case.conv_state.values.astype(np.float64)
+    true_state = case.conv_state.exact
     true = reference.gated_delta_conv1d_fwd(
         case.x, case.weight, true_state, case.slots, case.offsets
     )
@@ -81,7 +81,7 @@ def test_a_long_output_is_the_short_ones(ops_of):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conv_and_silu(ops_of, geometry, dtype):
     case = Case(geometry, [4, 0, 1, 6], DTYPES[dtype], seed=16)
-    true_state = case.conv_state.values.astype(np.float64)
+    true_state = case.conv_state.exact
     rows = case.slots, case.offsets
     true = reference.gated_delta_conv1d_fwd(
         case.x, case.weight, true_state.copy(), *rows, activation="silu"
@@ -168,7 +168,7 @@ def test_ring_records(ops_of, geometry):
     true_ring = np.full(case.ring_shape, np.nan)
     reference.gated_delta_recurrence_verify_ring_fwd(
         *case.gates,
-        case.state.values.astype(np.float64),
+        case.state.exact,
         true_ring,
         case.slots,
         case.ring_slots,
@@ -218,7 +218,7 @@ def test_long_rows(ops_of):
     assert relative_error(out, true) <= OUTPUT_BOUND
     assert relative_error(state.values[case.owned], true_state) <= STATE_BOUND["f32"]
     x = normal(case.rng, 703, geometry.conv_dim)
-    conv_state, true_conv_state = case.conv_state.copy(), case.conv_state.values.astype(np.float64)
+    conv_state, true_conv_state = case.conv_state.copy(), case.conv_state.exact
     conv = ops.conv(x, case.weight, conv_state, case.slots, case.offsets)
     true = reference.gated_delta_conv1d_fwd(
         x, case.weight, true_conv_state, case.slots, case.offsets

@@ -48,7 +48,7 @@ def test_random_rounds(ops_of, drawn):
     """Verify and fold: outputs of the specification, and the plain op's bits over the prefix."""
     case, accepted = drawn
     ops = ops_of("f32")
-    true_state = case.state.values.astype(np.float64)
+    true_state = case.state.exact
     true = reference.gated_delta_recurrence_fwd(*case.gates, true_state, case.slots, case.offsets)
     state, ring = case.state.copy(), case.new_ring()
     out = ops.verify(*case.gates, state, ring, case.slots, case.ring_slots, case.offsets, case.k)
@@ -59,7 +59,7 @@ def test_random_rounds(ops_of, drawn):
     plain = ops.plain(*gates, plain_state, case.slots, offsets)
     assert_same_bits(out[case.index(accepted)], plain, "outputs of accepted tokens")
     assert_same_pool(state, plain_state, "state after the fold")
-    conv_state, true_conv = case.conv_state.copy(), case.conv_state.values.astype(np.float64)
+    conv_state, true_conv = case.conv_state.copy(), case.conv_state.exact
     conv = ops.conv(case.x, case.weight, conv_state, case.slots, case.offsets)
     true = reference.gated_delta_conv1d_fwd(
         case.x, case.weight, true_conv, case.slots, case.offsets

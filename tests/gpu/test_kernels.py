@@ -225,7 +225,7 @@ def test_fold_of_several_layers(geometry):
     ring = Pool.of(
         DTYPES["f32"], rng.standard_normal((4, g.num_key_heads, g.ring_len, g.record_elements + 1))
     )
-    true = state.values.astype(np.float64)
+    true = state.exact
     reference.gated_delta_state_fold(true, ring.values, rows, ring_rows, accepted, 1)
     before = state.copy()
     ops.fold(state, ring, rows, ring_rows, accepted, 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from common import TOLERANCE, assert_untouched, float64_of, plain_spec, row_of
+from common import TOLERANCE, assert_untouched, plain_spec, row_of
 from harness import (
     DTYPES,
     GEOMETRIES,
@@ -312,7 +312,7 @@ def test_c15_counts_above_the_recorded_window_stay_inside_their_row(ops_of, dtyp
 def test_the_specification_folds_as_it_recurs():
     """The two halves of the specification agree: verify and fold against plain, in float64."""
     case = Case(G, [3, 4], slots=[1, 0])
-    state, plain = float64_of(case.state), float64_of(case.state)
+    state, plain = case.state.exact, case.state.exact
     ring = np.zeros(case.ring_shape)
     reference.gated_delta_recurrence_verify_ring_fwd(
         *case.gates, state, ring, case.slots, case.ring_slots, case.offsets, 3

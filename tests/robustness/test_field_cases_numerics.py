@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from common import TOLERANCE, assert_untouched, float64_of, plain_spec, row_of
+from common import TOLERANCE, assert_untouched, plain_spec, row_of
 from harness import (
     DTYPES,
     GEOMETRIES,
@@ -61,7 +61,7 @@ def long_run(ops: Ops, dtype: DType, g: GatedDeltaGeometry, steps: int, decay, b
     decays = np.broadcast_to(np.float32(decay), (steps, g.num_value_heads)).copy()
     betas = np.broadcast_to(np.float32(beta), (steps, g.num_value_heads)).copy()
     pool = Pool.of(dtype, 0.1 * normal(rng, *g.recurrent_state_shape(1)))
-    exact = float64_of(pool)
+    exact = pool.exact
     out = np.concatenate(
         [
             ops.plain(qkv[t : t + 1], decays[t : t + 1], betas[t : t + 1], pool, [0], [0, 1])
@@ -151,7 +151,7 @@ def test_c40_without_decay_it_is_the_delta_rule(ops_of, dtype, beta):
     out = ops.plain(*case.gates, state, case.slots, case.offsets)
     if beta == 0:
         assert_same_pool(state, case.state, "a state that nothing is written to")
-    want = float64_of(case.state)
+    want = case.state.exact
     for b in range(2):
         for t in range(row_of(case, b).start, row_of(case, b).stop):
             for h in range(6):

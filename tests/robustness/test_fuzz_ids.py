@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common import TOLERANCE, float64_of
+from common import TOLERANCE
 from harness import (
     PADDING,
     Array,
@@ -127,7 +127,7 @@ def check(call: Any, spec: Any, pools: list[Pool], *, good: bool, defined: bool)
     out = call()
     if not defined:  # rows that share a slot they write to
         return
-    exact = [float64_of(pool) for pool in before]
+    exact = [pool.exact for pool in before]
     want = spec(*exact)
     if out is not None:
         assert relative_error(out, want) < TOLERANCE

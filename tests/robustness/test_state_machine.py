@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from common import TOLERANCE, assert_untouched, float64_of
+from common import TOLERANCE, assert_untouched
 from harness import (
     DTYPES,
     PADDING,
@@ -235,7 +235,7 @@ class Machine(RuleBasedStateMachine):
         rows = {s: self.new_tokens(data.draw(st.integers(1, 20), label="length")) for s in chosen}
         slots, tokens = self.batch(rows)
         batch, offsets = self.joined(tokens), offsets_of([len(t) for t in tokens])
-        before, conv_before = float64_of(self.state), float64_of(self.conv_state)
+        before, conv_before = self.state.exact, self.conv_state.exact
         untouched = self.state.copy()
         out = self.ops.plain(*batch.gates, self.state, slots, offsets)
         conv = self.ops.conv(batch.x, self.weight, self.conv_state, slots, offsets)
@@ -291,8 +291,8 @@ class Machine(RuleBasedStateMachine):
         slots, tokens = self.batch(rows)
         rings = [ring_rows.get(s, PADDING) for s in slots]
         batch, offsets = self.joined(tokens), offsets_of([len(t) for t in tokens])
-        before, ring, spec_ring = self.state.copy(), self.ring.copy(), float64_of(self.ring)
-        spec_state = float64_of(self.state)
+        before, ring, spec_ring = self.state.copy(), self.ring.copy(), self.ring.exact
+        spec_state = self.state.exact
         out = self.ops.verify(*batch.gates, self.state, self.ring, slots, rings, offsets, k)
         # The window of a long row moves over all of it, at once.
         kept = [
@@ -342,7 +342,7 @@ class Machine(RuleBasedStateMachine):
                 kept[slot] = tokens.first(counts[-1])
         k = max(1, max(len(self.requests[slot].tokens) for slot in chosen) - 1)
         before, ring = self.state.copy(), self.ring.copy()
-        spec_state = float64_of(self.state)
+        spec_state = self.state.exact
         self.ops.fold(self.state, self.ring, rows, rings, counts, k)
         x = np.concatenate([t.x for t in kept.values()])
         offsets = offsets_of([len(t) for t in kept.values()])
@@ -352,7 +352,7 @@ class Machine(RuleBasedStateMachine):
         assert_same_pool(self.ring, ring, "ring of a fold")
         assert_untouched_rows(self.state, before, [s for s, t in kept.items() if len(t)])
         reference.gated_delta_state_fold(
-            spec_state, float64_of(self.ring), u32(rows), u32(rings), u32(counts), k
+            spec_state, self.ring.exact, u32(rows), u32(rings), u32(counts), k
         )
         assert (
             relative_error(self.state.values[chosen], spec_state[chosen])
