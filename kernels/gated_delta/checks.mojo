@@ -8,7 +8,7 @@ host. gdn_graph/ops.py asks the same of static dims when the graph is built.
 from std.utils import IndexList
 
 from .cpu.vector import P
-from .ring import RecordLayout
+from .ring import is_folded, RecordLayout
 
 # Names a row that takes no part: -1 as uint32.
 comptime PADDING = UInt32(0xFFFFFFFF)
@@ -252,13 +252,6 @@ def check_row_ids(
     for b in range(rows):
         if offsets[unsafe_offset=b] != offsets[unsafe_offset=b + 1]:
             check_id(op, argument, ids[unsafe_offset=b], b, pool_rows)
-
-
-@always_inline
-def is_folded(num_accepted: UInt32, ring_len: Int) -> Bool:
-    """Whether a commit moves a row on. One with more tokens than a ring holds has done so itself.
-    """
-    return 0 < Int(num_accepted) <= ring_len
 
 
 def check_fold_ids(

@@ -50,3 +50,10 @@ struct RecordLayout(TrivialRegisterPassable):
     @always_inline
     def elements(self) -> Int:
         return self.decay(self.group)
+
+
+@always_inline
+def is_folded(num_accepted: UInt32, ring_len: Int) -> Bool:
+    """Whether a commit moves a row on. One with more tokens than a ring holds has done so itself.
+    """
+    return num_accepted - 1 < UInt32(ring_len)  # 0 wraps around

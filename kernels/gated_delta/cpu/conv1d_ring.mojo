@@ -11,7 +11,8 @@ A unit is a block of channels of one row, or of one row of one layer in the fold
 
 from std.sys import size_of
 
-from ..checks import is_folded, MAX_CONV_WIDTH, MIN_CONV_WIDTH, PADDING
+from ..checks import MAX_CONV_WIDTH, MIN_CONV_WIDTH, PADDING
+from ..ring import is_folded
 from .conv1d import BLOCK
 from .schedule import chunk_count, run_chunks
 from .turn import shift_in, turn_in, turn_out

@@ -12,8 +12,8 @@ in parts of rows, and beside the arithmetic of more records, it does not see far
 
 from std.math import fma
 
-from ..checks import HeadGeometry, is_folded, PADDING
-from ..ring import RecordLayout
+from ..checks import HeadGeometry, PADDING
+from ..ring import is_folded, RecordLayout
 from .block import BLOCK, block_end, scale_between
 from .schedule import chunk_count, run_chunks
 from .vector import F32, into_l2, LINE, load, P, splat, store, Vector, W

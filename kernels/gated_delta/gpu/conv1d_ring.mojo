@@ -25,6 +25,7 @@ from .launch import (
     vector,
     zero_gpu,
 )
+from ..ring import is_folded
 
 
 @always_inline
@@ -183,7 +184,7 @@ def gated_delta_conv1d_fold_gpu[
     var channels = UInt32(conv_dim)
     var c = UInt32(block_idx.x) * UInt32(CONV1D_BLOCK_DIM) + UInt32(thread_idx.x)
     var accepted = num_accepted.ptr[unsafe_offset=UInt32(block_idx.y)]
-    if c >= channels or accepted == 0 or accepted > UInt32(ring_len):
+    if c >= channels or not is_folded(accepted, Int(ring_len)):
         return
     var entry = wide(UInt32(block_idx.z), UInt32(batch_size)) + UInt64(block_idx.y)
     var row = row_ids.ptr[unsafe_offset=entry]

@@ -35,7 +35,7 @@ from .common import (
     wide,
 )
 
-from ..ring import RecordLayout
+from ..ring import is_folded, RecordLayout
 
 
 def rows_per_thread(key_dim: Int, column_groups: Int, most: Int) -> Int:
@@ -145,7 +145,7 @@ def gated_delta_state_fold_gpu[
     var row = row_ids.ptr[unsafe_offset=at]
     var ring_row = ring_row_ids.ptr[unsafe_offset=at]
     if (
-        (accepted - 1 >= UInt32(RING_LEN))  # 0 wraps around
+        (not is_folded(accepted, RING_LEN))
         | (row >= UInt32(recurrent_state.layout.shape[0]().value()))
         | (ring_row >= UInt32(ring.layout.shape[0]().value()))
     ):
