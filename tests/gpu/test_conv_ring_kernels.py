@@ -161,6 +161,9 @@ def test_a_fold_of_two_layers_and_ids_outside_the_pools() -> None:
         both = np.concatenate([windows[row].T, inputs[ring_row, :count]])
         want[row] = both[count:].T
     np.testing.assert_array_equal(state.values, want)
+    folded = state.copy()
+    sim.conv_fold(state, ring, [[3, 1]] * 2, [[2, 0]] * 2, [geometry.ring_len + 1, 0])
+    assert state == folded, "rows that committed themselves, or kept nothing"
 
 
 def test_a_fold_of_one_input_too_few_is_noticed() -> None:

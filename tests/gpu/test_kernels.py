@@ -231,6 +231,9 @@ def test_fold_of_several_layers(geometry):
     ops.fold(state, ring, rows, ring_rows, accepted, 1)
     assert relative_error(state.values, true) <= 1e-5
     assert_same_bits(state.bits[2], before.bits[2], "a row of no layer")
+    folded = state.copy()
+    ops.fold(state, ring, rows, ring_rows, [geometry.ring_len + 1, 0], 1)
+    assert_same_pool(state, folded, "rows that committed themselves, or kept nothing")
 
 
 @geometries
